@@ -1,0 +1,1 @@
+"""The host side: requests, scheduling, text. No module here but executor.py imports torch."""

@@ -1,0 +1,168 @@
+"""From what a caller passes to what the scheduler runs.
+
+Owns: the reading and checking of prompts and parameters. Invariant: a Request that exists can run to its end on this
+engine. It
+deliberately queues nothing: all requests of a call are checked before any of them runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any, Protocol
+
+from nanovllm.engine.sequence import Sequence as EngineSequence
+from nanovllm.outputs import RequestMetrics
+from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a transformers tokenizer."""
+
+    def __call__(self, text: list[str]) -> Mapping[str, list[list[int]]]: ...
+    def __len__(self) -> int: ...
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str: ...
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, checked; `seq` is its sequence once it is queued."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    end_ids: tuple[int, ...]
+    max_total_tokens: int
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
+    seed: int = 0
+    seq: EngineSequence | None = None
+    position: int = 0  # in its call
+    error: str | None = None
+
+
+def _mix(a: int, b: int) -> int:
+    """A 64-bit hash of two integers (the finalizer of splitmix64, Steele et al. 2014)."""
+    z = (a * 0x9E3779B97F4A7C15 + b + 0x9E3779B97F4A7C15) % 2**64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    return z ^ (z >> 31)
+
+
+def request_seed(params: SamplingParams, engine_seed: int, ordinal: int) -> int:
+    """The 64-bit seed of a request: its own, or one drawn from the engine's seed and its place in the engine's life."""
+    return params.seed % 2**64 if params.seed is not None else _mix(engine_seed % 2**64, ordinal)
+
+
+def is_single_prompt(prompts: Any) -> bool:
+    """Whether `prompts` is one bare prompt: a string, a dict, or a flat list of ints."""
+    if isinstance(prompts, str | Mapping):
+        return True
+    return isinstance(prompts, list | tuple) and len(prompts) > 0 and _is_int(prompts[0])
+
+
+def _is_int(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def split_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
+    """A prompt in any of its forms as (text, None) or (text or None, token ids).
+
+    Raises:
+        TypeError: no form of a prompt.
+        ValueError: a dict without "prompt" and "prompt_token_ids".
+    """
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, Mapping):
+        if prompt.get("prompt_token_ids") is not None:
+            return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
+        if prompt.get("prompt") is None:
+            raise ValueError(
+                f'a dict prompt needs "prompt" or "prompt_token_ids", got the keys {sorted(map(str, prompt))}'
+            )
+        if not isinstance(prompt["prompt"], str):
+            raise TypeError(f'"prompt" must be a str, got {type(prompt["prompt"]).__name__}')
+        return prompt["prompt"], None
+    return None, _token_ids(prompt)
+
+
+def _token_ids(ids: Any) -> list[int]:
+    if isinstance(ids, str | bytes) or not hasattr(ids, "__iter__"):
+        raise TypeError(f"a prompt must be a str, a list of token ids or a dict, got {type(ids).__name__}")
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    kinds = set(map(type, ids))
+    if kinds <= {int}:
+        return ids
+    for token_id in ids:
+        if not _is_int(token_id):
+            raise TypeError(f"a prompt's token ids must be ints, got {token_id!r} ({type(token_id).__name__})")
+    return [index(token_id) for token_id in ids]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this engine can run. Lengths are in tokens."""
+
+    vocab_size: int
+    max_model_len: int
+    pool_tokens: int  # that the whole KV pool holds
+    eos_token_ids: tuple[int, ...]
+
+    def check(self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams) -> Request:
+        """A Request of checked parts.
+
+        Raises:
+            ValueError: an empty prompt, an id outside the vocabulary, a prompt of max_model_len tokens or more, or a
+                request that the whole KV pool could not hold.
+        """
+        if params.truncate_prompt_tokens is not None:
+            token_ids = self._truncate(token_ids, params)
+        num_prompt_tokens = len(token_ids)
+        if num_prompt_tokens == 0:
+            raise ValueError("the prompt is empty: it has no tokens")
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"token id {bad} is outside the vocabulary: ids are 0 to {self.vocab_size - 1}")
+        if num_prompt_tokens >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {num_prompt_tokens} tokens, and max_model_len={self.max_model_len} leaves no room to "
+                f"generate: at most {self.max_model_len - 1} prompt tokens (truncate_prompt_tokens=-1 keeps the last "
+                "that fit)"
+            )
+        for token_id in params.stop_token_ids or ():
+            if token_id >= self.vocab_size:
+                raise ValueError(
+                    f"stop token id {token_id} is outside the vocabulary: ids are 0 to {self.vocab_size - 1}"
+                )
+        max_total_tokens = self._max_total_tokens(num_prompt_tokens, params)
+        end_ids = tuple(
+            dict.fromkeys((*(() if params.ignore_eos else self.eos_token_ids), *(params.stop_token_ids or ())))
+        )
+        return Request(request_id, prompt, token_ids, params, end_ids, max_total_tokens)
+
+    def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Prompt and output at most. Without max_tokens the model's length and the pool bound it."""
+        # the last token's KV is never written, so a pool of n slots holds n + 1 tokens
+        if params.max_tokens is None and num_prompt_tokens <= self.pool_tokens:
+            return min(self.max_model_len, self.pool_tokens + 1)
+        wanted = min(num_prompt_tokens + (params.max_tokens or 1), self.max_model_len)
+        if wanted - 1 > self.pool_tokens:
+            raise ValueError(
+                f"the request needs KV cache for {wanted - 1} tokens ({num_prompt_tokens} of the prompt), and the "
+                f"whole pool holds {self.pool_tokens}: lower max_tokens or shorten the prompt, or raise "
+                "num_kvcache_blocks or gpu_memory_utilization"
+            )
+        return wanted
+
+    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        keep = params.truncate_prompt_tokens
+        if keep == -1:
+            keep = max(1, self.max_model_len - (params.max_tokens or 1))
+        assert keep is not None
+        return token_ids[-keep:]

@@ -1,0 +1,51 @@
+"""One step, as the host sees it.
+
+Owns: the order of a batch. Invariant: the sequences that sample come first, and those of one token before all others.
+It deliberately does not choose: what runs, and how much of it, is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.messages import SchedulerOutput
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A plan and its sequences: seqs[i] has row plan.rows[i]. Results belong to the sequence, not to the row."""
+
+    plan: SchedulerOutput
+    seqs: list[Sequence]
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Some of a sequence's known tokens, to be computed in one step."""
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    is_final: bool  # reaches the end of the known tokens: samples
+
+
+def place_chunks(
+    plan: SchedulerOutput, decodes: list[Sequence], chunks: list[Chunk], num_drafts: int
+) -> list[Sequence]:
+    """Put chunks behind the decodes that `plan` has, the final ones first; returns the sequences in the plan's order.
+
+    A final chunk of one token is a decode, except where a decode also runs drafts.
+    """
+    singles = [chunk for chunk in chunks if chunk.is_final and chunk.num_tokens == 1 and num_drafts == 0]
+    longer = [chunk for chunk in chunks if not (chunk.is_final and chunk.num_tokens == 1 and num_drafts == 0)]
+    finals = [chunk for chunk in longer if chunk.is_final]
+    placed = [*singles, *finals, *(chunk for chunk in longer if not chunk.is_final)]
+    # New lists: the decodes' own are shared by all plans with the same decodes.
+    plan.rows = [*plan.rows, *(chunk.seq.row for chunk in placed)]
+    plan.num_query_tokens = [*plan.num_query_tokens, *(chunk.num_tokens for chunk in placed)]
+    plan.num_decodes += len(singles)
+    plan.num_sampled += len(singles) + len(finals)
+    plan.max_seq_len = max(plan.max_seq_len, max(chunk.start + chunk.num_tokens for chunk in placed))
+    plan.has_cached_prefix = any(chunk.start > 0 for chunk in longer)
+    return [*decodes, *(chunk.seq for chunk in placed)]
