@@ -1,0 +1,120 @@
+"""Trying a kernel out before it is trusted: one tiny call, compared with the reference.
+
+Owns: what "works here" means. Invariant: whatever goes wrong in a foreign package (import, compilation, call, numbers)
+becomes one `BackendUnavailable` with its reason. It deliberately measures no speed: which kernel is the
+faster one is written down in the backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nanovllm.attention import AttentionSpec, BackendUnavailable
+from nanovllm.attention.composed import DecodeKernel, PagedPromptKernel, PromptBatch, RaggedPromptKernel
+from nanovllm.kernels.paged_decode import paged_decode_reference
+from nanovllm.kernels.paged_prefill import paged_prefill_reference
+
+T = TypeVar("T")
+
+
+def attempt(what: str, function: Callable[[], T]) -> T:
+    """Call `function`; any exception becomes BackendUnavailable.
+
+    The one broad except of the library: optional packages break in every way (ABI, drivers, compilers), and none of
+    that may keep an engine from starting.
+    """
+    try:
+        return function()
+    except BackendUnavailable:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise BackendUnavailable(f"{what}: {type(error).__name__}: {lines[0] if lines else ''}") from error
+
+
+def probe_decode(what: str, kernel: DecodeKernel, spec: AttentionSpec, block_size: int) -> None:
+    """Raises BackendUnavailable unless `kernel` decodes right under every window of the spec."""
+    case = _Case(spec, block_size)
+    for window in spec.windows:
+        expected, out = torch.empty_like(case.q[:2]), torch.zeros_like(case.q[:2])
+        args = (case.q[:2], case.k_cache, case.v_cache, case.seq_lens, case.block_table, case.scale, window)
+        paged_decode_reference(*args, expected)
+        attempt(what, partial(kernel, *args, out))
+        case.compare(what, out, expected, window)
+
+
+def probe_paged(what: str, kernel: PagedPromptKernel, spec: AttentionSpec, block_size: int) -> None:
+    """Raises BackendUnavailable unless `kernel` is right for chunks behind a cached prefix under every window."""
+    case = _Case(spec, block_size)
+    for window in spec.windows:
+        expected = case.paged_reference(case.seq_lens, window)
+        batch = case.batch(case.seq_lens)
+        out = attempt(what, partial(kernel, case.q, case.k_cache, case.v_cache, batch, case.scale, window))
+        case.compare(what, out[case.first_token :], expected[case.first_token :], window)
+
+
+def probe_ragged(what: str, kernel: RaggedPromptKernel, spec: AttentionSpec, block_size: int) -> None:
+    """Raises BackendUnavailable unless `kernel` is right for whole prompts under every window of the spec."""
+    case = _Case(spec, block_size)
+    seq_lens = case.cu_seqlens_q.diff()
+    k, v = case.copy_to_ragged(seq_lens)
+    for window in spec.windows:
+        expected = case.paged_reference(seq_lens, window)
+        batch = case.batch(seq_lens)
+        out = attempt(what, partial(kernel, case.q, k, v, batch, case.scale, window))
+        case.compare(what, out[case.first_token :], expected[case.first_token :], window)
+
+
+class _Case:
+    """Two sequences of 40 and 21 keys in shuffled blocks, 19 and 3 of them queries, behind one foreign query."""
+
+    first_token = 1
+
+    def __init__(self, spec: AttentionSpec, block_size: int) -> None:
+        device, self.dtype = spec.device, spec.dtype
+        generator = torch.Generator(device=device).manual_seed(0)  # the global generator is the user's
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(spec.dtype)
+
+        blocks_per_seq = -(-40 // block_size)
+        self.block_table = torch.arange(2 * blocks_per_seq, 0, -1, dtype=torch.int32, device=device).view(2, -1)
+        cache_shape = (2 * blocks_per_seq + 1, block_size, spec.num_kv_heads, spec.head_dim)
+        self.k_cache, self.v_cache = normal(*cache_shape), normal(*cache_shape)
+        # As in the model: q, k and v are views into one tensor.
+        num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
+        self.qkv = normal(23, num_heads + 2 * num_kv_heads, spec.head_dim)
+        self.q, self.k, self.v = self.qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        self.cu_seqlens_q = torch.tensor([1, 20, 23], dtype=torch.int32, device=device)
+        self.seq_lens = torch.tensor([40, 21], dtype=torch.int32, device=device)
+        self.scale = spec.head_dim**-0.5
+
+    def batch(self, seq_lens: Tensor) -> PromptBatch:
+        cu_seqlens_k = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        return PromptBatch(self.cu_seqlens_q, cu_seqlens_k, seq_lens, self.block_table, 19, 40, self.first_token)
+
+    def copy_to_ragged(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [T, KH, D] that hold what the cache holds."""
+        for b, seq_len in enumerate(seq_lens.tolist()):
+            start, blocks = int(self.cu_seqlens_q[b]), self.block_table[b].long()
+            self.k[start : start + seq_len] = self.k_cache[blocks].flatten(0, 1)[:seq_len]
+            self.v[start : start + seq_len] = self.v_cache[blocks].flatten(0, 1)[:seq_len]
+        return self.k, self.v
+
+    def paged_reference(self, seq_lens: Tensor, window: int | None) -> Tensor:
+        out = torch.empty(self.q.shape, dtype=self.dtype, device=self.q.device)
+        args = (self.q, self.k_cache, self.v_cache, self.cu_seqlens_q, seq_lens, self.block_table, self.scale, window)
+        paged_prefill_reference(*args, out)
+        return out
+
+    def compare(self, what: str, out: Tensor, expected: Tensor, window: int | None) -> None:
+        limits = expected.float().abs() + 1
+        error = attempt(what, lambda: ((out.float() - expected.float()).abs() / limits).max().item())
+        limit = 1e-4 if self.dtype == torch.float32 else 3e-2
+        if not error <= limit:  # NaN fails too
+            raise BackendUnavailable(f"{what}: wrong by {error:.3g} for {self.dtype}, window {window}")

@@ -1,0 +1,235 @@
+"""The torch backend: attention on the CPU, and the plain fallback on any device.
+
+Owns: gathering keys and calling scaled_dot_product_attention. Invariant: K and V are never multiplied out to the query
+heads: the heads of a group become query rows (decode) or share K and V by a stride of zero (prompts). It deliberately
+reads lengths on the host, where a CPU's tensors lie anyway, once a step; only its decode on a CUDA device keeps to
+tensors, for CUDA graphs capture it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nanovllm.attention import AttentionMetadata, AttentionSpec, choose_block_size
+
+BLOCK_SIZE = 32  # tokens: keys are gathered one by one, so any size is as fast; small ones share more of a prefix
+MAX_GROUP_SEQS = 8  # decodes of similar length share a call
+MIN_LENGTH_RATIO = 0.75  # of the shortest in a group to its longest: how much padding is worth a call less
+QUERY_CHUNK = 512  # query rows that share one mask
+MAX_PADDED_KEYS = 1 << 18  # on a CUDA device, keys gathered at once
+
+
+@dataclass
+class _DecodeGroup:
+    """Decodes of similar length, padded to the one with most visible keys."""
+
+    rows: Tensor  # int64 [N], places in the batch
+    slots: Tensor  # int64 [N * num_keys], where the visible keys lie; padding repeats a sequence's last key
+    num_keys: int
+    mask: Tensor | None  # additive [N, 1, 1, num_keys]; None where all have num_keys keys
+
+
+@dataclass
+class _Prompt:
+    """A prompt chunk: rows start : end of the batch, whose last query sees all num_keys keys."""
+
+    start: int
+    end: int
+    num_keys: int
+    blocks: Tensor  # int64
+
+
+class TorchBackend:
+    """See `AttentionBackend`. Serves every device, dtype, head_dim and window."""
+
+    name = "torch"
+    needs_rotated_k = False
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.block_size = choose_block_size(spec, BLOCK_SIZE, 1, "torch")
+        self._gathered: tuple[Tensor, Tensor] | None = None
+
+    def forward(
+        self,
+        q: Tensor,  # [T, H, D]
+        k: Tensor,  # [T, KH, D]
+        v: Tensor,  # [T, KH, D]
+        k_cache: Tensor,  # [num_blocks, block_size, KH, D]
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """See `AttentionBackend.forward`."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if metadata.num_decode_tokens > 0:
+            if q.is_cuda:
+                _decode_on_device(q, k_cache, v_cache, metadata, scale, window, out)
+            else:
+                self._decode(q, k_cache, v_cache, metadata, scale, window, out)
+        if metadata.num_seqs > metadata.num_decode_tokens:
+            for prompt in _plan_prompts(metadata, k_cache.shape[1]):
+                _prompt_attention(prompt, q, k_cache, v_cache, scale, window, out)
+        return out
+
+    def _decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        num_kv_heads = k_cache.shape[2]
+        for group in _plan_decodes(metadata, k_cache.shape[1], window, q.dtype):
+            keys, values = self._gather(k_cache, v_cache, group.slots)
+            keys = keys.unflatten(0, (-1, group.num_keys)).transpose(1, 2)  # [N, KH, num_keys, D]
+            values = values.unflatten(0, (-1, group.num_keys)).transpose(1, 2)
+            queries = q[group.rows].unflatten(1, (num_kv_heads, -1))  # [N, KH, G, D]
+            result = scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
+            out[group.rows] = result.flatten(1, 2)
+
+    def _gather(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V at these slots, in buffers that every layer reuses: fresh memory costs more than the copy itself."""
+        num_slots = slots.shape[0]
+        if self._gathered is None or self._gathered[0].shape[0] < num_slots:
+            with torch.inference_mode(False):  # or the buffers could only ever be used in inference mode
+                buffers = torch.empty((2, num_slots, *k_cache.shape[2:]), dtype=k_cache.dtype)
+            self._gathered = (buffers[0], buffers[1])
+        keys, values = (buffer[:num_slots] for buffer in self._gathered)
+        torch.index_select(k_cache.flatten(0, 1), 0, slots, out=keys)
+        torch.index_select(v_cache.flatten(0, 1), 0, slots, out=values)
+        return keys, values
+
+
+def _plan_decodes(
+    metadata: AttentionMetadata, block_size: int, window: int | None, dtype: torch.dtype
+) -> list[_DecodeGroup]:
+    """The step's decodes in groups of similar length, longest first; worked out once a step and window."""
+    cache_key = f"torch_decodes_{window}"
+    if cache_key not in metadata.cache:
+        seq_lens: list[int] = metadata.seq_lens[: metadata.num_decode_tokens].tolist()
+        order = sorted(range(len(seq_lens)), key=seq_lens.__getitem__, reverse=True)
+        groups: list[list[int]] = []
+        for row in order:
+            longest = seq_lens[groups[-1][0]] if groups else 0
+            if not groups or len(groups[-1]) == MAX_GROUP_SEQS or seq_lens[row] < MIN_LENGTH_RATIO * longest:
+                groups.append([])
+            groups[-1].append(row)
+        metadata.cache[cache_key] = [
+            _decode_group(rows, [seq_lens[row] for row in rows], metadata.block_table, block_size, window, dtype)
+            for rows in groups
+        ]
+    return metadata.cache[cache_key]
+
+
+def _decode_group(
+    rows: list[int],
+    seq_lens: list[int],
+    block_table: Tensor,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> _DecodeGroup:
+    rows_tensor, lens = torch.tensor(rows), torch.tensor(seq_lens)
+    starts = (lens - window).clamp(min=0) if window is not None else torch.zeros_like(lens)  # first visible key
+    counts = lens - starts
+    num_keys = int(counts.max())
+    indices = torch.arange(num_keys)
+    # Padding repeats the last key instead of reading on: behind it lies whatever the page held before, NaN perhaps.
+    positions = starts[:, None] + torch.minimum(indices, counts[:, None] - 1)  # [N, num_keys]
+    slots = block_table[rows_tensor[:, None], positions // block_size].long() * block_size + positions % block_size
+    mask = None
+    if int(counts.min()) < num_keys:
+        mask = torch.zeros(slots.shape, dtype=dtype).masked_fill_(indices >= counts[:, None], float("-inf"))
+        mask = mask[:, None, None, :]
+    return _DecodeGroup(rows_tensor, slots.flatten(), num_keys, mask)
+
+
+def _plan_prompts(metadata: AttentionMetadata, block_size: int) -> list[_Prompt]:
+    """The step's prompt chunks, worked out once a step."""
+    if "torch_prompts" not in metadata.cache:
+        bounds, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
+        metadata.cache["torch_prompts"] = [
+            _Prompt(
+                start=bounds[b],
+                end=bounds[b + 1],
+                num_keys=seq_lens[b],
+                blocks=metadata.block_table[b, : -(-seq_lens[b] // block_size)].long(),
+            )
+            for b in range(metadata.num_decode_tokens, metadata.num_seqs)
+        ]
+    return metadata.cache["torch_prompts"]
+
+
+def _prompt_attention(
+    prompt: _Prompt, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None, out: Tensor
+) -> None:
+    """One chunk: a whole prompt as one causal call, anything else in chunks of query rows under a mask."""
+    num_kv_heads = k_cache.shape[2]
+    num_queries, num_keys = prompt.end - prompt.start, prompt.num_keys
+    # [KH, G, keys or queries, D]: K and V are shared by the heads of a group
+    keys = k_cache[prompt.blocks].flatten(0, 1)[:num_keys].transpose(0, 1)[:, None]
+    values = v_cache[prompt.blocks].flatten(0, 1)[:num_keys].transpose(0, 1)[:, None]
+    queries = q[prompt.start : prompt.end].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    result = out[prompt.start : prompt.end].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    group = queries.shape[1]
+    if num_queries == num_keys and (window is None or window >= num_keys):
+        heads = (-1, group, -1, -1)
+        result.copy_(
+            scaled_dot_product_attention(queries, keys.expand(heads), values.expand(heads), is_causal=True, scale=scale)
+        )
+        return
+    for start in range(0, num_queries, QUERY_CHUNK):
+        end = min(start + QUERY_CHUNK, num_queries)
+        positions = torch.arange(num_keys - num_queries + start, num_keys - num_queries + end, device=q.device)[:, None]
+        last_key = num_keys - num_queries + end
+        first_key = 0 if window is None else max(0, num_keys - num_queries + start - window + 1)
+        indices = torch.arange(first_key, last_key, device=q.device)[None, :]
+        visible = indices <= positions
+        if window is not None:
+            visible &= indices > positions - window
+        heads = (-1, group, -1, -1)
+        result[:, :, start:end] = scaled_dot_product_attention(
+            queries[:, :, start:end],
+            keys[:, :, first_key:last_key].expand(heads),
+            values[:, :, first_key:last_key].expand(heads),
+            attn_mask=visible,
+            scale=scale,
+        )
+
+
+def _decode_on_device(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+) -> None:
+    """Decodes without a look at a length, padded to max_seqlen_k: slow, but right inside a CUDA graph."""
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    num_blocks = min(-(-metadata.max_seqlen_k // block_size), metadata.block_table.shape[1])
+    indices = torch.arange(num_blocks * block_size, device=q.device)
+    seqs_at_once = max(1, MAX_PADDED_KEYS // (num_blocks * block_size))
+    for start in range(0, metadata.num_decode_tokens, seqs_at_once):
+        end = min(start + seqs_at_once, metadata.num_decode_tokens)
+        lens = metadata.seq_lens[start:end, None]
+        visible = indices < lens  # [N, keys]
+        blocks = metadata.block_table[start:end, :num_blocks].long().flatten()
+        shape = (end - start, num_blocks * block_size, num_kv_heads, head_dim)
+        keys = k_cache[blocks].view(shape).transpose(1, 2)  # [N, KH, keys, D]
+        # A stale page may hold NaN, and zero times NaN is NaN.
+        values = v_cache[blocks].view(shape).masked_fill(~visible[:, :, None, None], 0).transpose(1, 2)
+        if window is not None:
+            visible = visible & (indices >= lens - window)
+        queries = q[start:end].unflatten(1, (num_kv_heads, -1))  # [N, KH, G, D]
+        mask = visible[:, None, None, :]
+        out[start:end] = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale).flatten(1, 2)

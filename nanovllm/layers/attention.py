@@ -1,0 +1,91 @@
+"""Self-attention of one layer: projections, QK-norm, rotary embedding, KV store, paged attention.
+
+Owns: the projections and the layer's window. Invariant: this step's K and V are in the cache before the backend runs,
+so a backend may read every key from there. It deliberately holds no cache and no metadata; both are arguments of
+`forward`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.attention import AttentionBackend, AttentionMetadata
+from nanovllm.kernels.rope import qk_norm_rope_store
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.norm import RMSNorm
+
+
+class Attention(nn.Module):
+    """[T, hidden] -> [T, hidden].
+
+    Args:
+        qk_norm_eps: RMSNorm of each head of q and k (Qwen3) with this epsilon; None: no such norm.
+        window: query i sees keys j > i - window; None: all earlier keys.
+        cos_sin: float32 [max_model_len, head_dim], shared by all layers (see `rotary.py`).
+        backend: computes attention over the paged cache.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm_eps: float | None,
+        window: int | None,
+        cos_sin: Tensor,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.q_size, self.kv_size = num_heads * head_dim, num_kv_heads * head_dim
+        self.window = window
+        self.scale = head_dim**-0.5
+        self.cos_sin = cos_sin
+        self.backend = backend
+        parts = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        self.qkv_proj = Linear(hidden_size, parts, qkv_bias, dtype, device, shard="output")
+        self.o_proj = Linear(self.q_size, hidden_size, o_bias, dtype, device, shard="input")
+        self.qk_norm_eps = qk_norm_eps
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype, device)
+            self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype, device)
+
+    def forward(
+        self, positions: Tensor, hidden: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata
+    ) -> Tensor:
+        k_cache, v_cache = kv_cache  # [num_blocks, block_size, KH, D] each
+        qkv = self.qkv_proj(hidden)  # [T, (H + 2 * KH) * D]
+        has_norm = self.qk_norm_eps is not None
+        qk_norm_rope_store(
+            qkv,
+            self.q_norm.weight if has_norm else None,
+            self.k_norm.weight if has_norm else None,
+            self.qk_norm_eps or 0.0,
+            self.cos_sin,
+            positions,
+            metadata.slot_mapping,
+            k_cache,
+            v_cache,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.backend.needs_rotated_k,
+        )
+        q, k, v = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=1)
+        attended = self.backend.forward(
+            q.unflatten(1, (self.num_heads, self.head_dim)),  # [T, H, D], a view of qkv like k and v
+            k.unflatten(1, (self.num_kv_heads, self.head_dim)),  # [T, KH, D]
+            v.unflatten(1, (self.num_kv_heads, self.head_dim)),  # [T, KH, D]
+            k_cache,
+            v_cache,
+            metadata,
+            self.scale,
+            self.window,
+        )  # [T, H, D]
+        return self.o_proj(attended.flatten(1))

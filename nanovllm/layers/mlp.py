@@ -1,0 +1,29 @@
+"""The gated MLP: down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202).
+
+Owns: its three projections. Invariant: gate and up are one matrix product, gate's rows first, as the activation kernel
+expects. It deliberately offers no other activation: a model that names one is refused when its config is read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.layers.linear import Linear
+
+
+class MLP(nn.Module):
+    """[T, hidden] -> [T, hidden]."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = Linear(hidden_size, parts, bias, dtype, device, shard="output")
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, dtype, device, shard="input")
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(x)  # [T, 2 * intermediate]
+        return self.down_proj(silu_and_mul(gate_up))

@@ -1,0 +1,134 @@
+"""Qwen3, dense: the text of a decoder-only transformer here. The other families are small differences from it.
+
+Owns: the order of the layers and the names of their parameters, which are the checkpoint's but for merged projections
+(q, k, v; gate, up). Invariant: every token is one row, of whatever sequence; what belongs to what stands in the
+metadata alone. It deliberately keeps no state between calls, so one function serves prompts, decodes and graph
+capture.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.attention import AttentionBackend, AttentionMetadata
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embedding import Embedding, LMHead
+from nanovllm.layers.mlp import MLP
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import build_cos_sin
+from nanovllm.model_config import ModelConfig
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP. The residual travels beside `hidden`, so that each addition joins the next norm."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        window: int | None,
+        cos_sin: Tensor,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(
+            hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
+            qk_norm_eps=eps if config.qk_norm else None,
+            window=window,
+            cos_sin=cos_sin,
+            backend=backend,
+            dtype=dtype,
+            device=device,
+        )
+        self.mlp = MLP(hidden_size, config.intermediate_size, config.mlp_bias, dtype, device)
+        self.input_layernorm = RMSNorm(hidden_size, eps, dtype, device)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps, dtype, device)
+
+    def forward(
+        self,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+        kv_cache: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:  # the first layer: hidden is the embedding
+            residual, hidden = hidden, self.input_layernorm(hidden)  # [T, hidden] each
+        else:
+            hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(positions, hidden, kv_cache, metadata)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Qwen3Model(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(
+        self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        cos_sin = build_cos_sin(config.rope, config.head_dim, config.max_model_len, device)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, window, cos_sin, backend, dtype, device) for window in config.layer_windows
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        hidden = self.embed_tokens(input_ids)  # [T, hidden]
+        residual: Tensor | None = None
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            hidden, residual = layer(positions, hidden, residual, kv_cache, metadata)
+        assert residual is not None  # a model has at least one layer
+        return self.norm.add(hidden, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The model and its output layer.
+
+    Args:
+        config: its max_model_len is the number of positions the rope table has.
+        backend: attention over the paged cache.
+        dtype, device: of all parameters, which stay uninitialised until the loader fills them.
+    """
+
+    def __init__(
+        self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.model = Qwen3Model(config, backend, dtype, device)
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, dtype, device, tied_to)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Hidden states behind the final norm, [T, hidden], of `input_ids` and `positions`, int32 [T] each.
+
+        `kv_caches` holds (K, V) of each layer, [num_blocks, block_size, KH, D] each; this step's keys are written
+        there.
+        """
+        return self.model(input_ids, positions, kv_caches, metadata)
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[S, hidden] -> [S, vocab_size], in the model's dtype, into `out` where it is given."""
+        return self.lm_head(hidden, out)

@@ -1,0 +1,1 @@
+"""The device side: one process per rank, which executes plans and never imports `engine/`."""

@@ -1,0 +1,82 @@
+"""CUDA graphs of the decode step.
+
+Owns: the captured graphs, two a batch size: embedding to logits, and sampling to advance. Invariant: every batch size
+from 1 to max_num_seqs has a graph of at least that size, and all of them share one memory pool, so a replay's outputs
+stand until the next replay. They deliberately cover decodes only: a step with prompt chunks has a shape of its own
+and runs eagerly, launched ahead.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, ascending: 1, 2, 4, then every 8 up to 256 and every 16 beyond, and max_num_seqs itself.
+
+    Padding wastes at most 7 rows up to 256 (15 beyond), less than 6 % of a step that large.
+    """
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 16, 16)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+@dataclass(slots=True)
+class DecodeGraph:
+    """One batch size, captured. `logits` [size, V] and `sampled` int32 [size] are overwritten by the next replay of
+    any graph."""
+
+    model: torch.cuda.CUDAGraph
+    sample: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    sampled: torch.Tensor
+
+
+class CudaGraphs:
+    """Captures and finds the graphs.
+
+    Args:
+        forward: runs a decode of the first `size` step rows up to the logits [size, V].
+        sample: samples from logits [size, V] and advances the rows; returns int32 [size].
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        forward: Callable[[int], torch.Tensor],
+        sample: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> None:
+        self.sizes = graph_sizes(max_num_seqs)
+        self._forward = forward
+        self._sample = sample
+        self._graphs: dict[int, DecodeGraph] = {}
+
+    def padded_size(self, num_rows: int) -> int:
+        """The smallest captured size that holds `num_rows` rows."""
+        return self.sizes[bisect.bisect_left(self.sizes, num_rows)]
+
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        """Capture every size, the largest first so that the smaller ones fit into its memory.
+
+        Each size runs once before its capture: Triton compiles, and cuBLAS makes its workspace, outside of it.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
+            self._sample(self._forward(size), size)
+            stream.synchronize()
+            model, sample = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(model, pool=pool, stream=stream):
+                logits = self._forward(size)
+            with torch.cuda.graph(sample, pool=pool, stream=stream):
+                sampled = self._sample(logits, size)
+            self._graphs[size] = DecodeGraph(model, sample, logits, sampled)
+
+    def __getitem__(self, size: int) -> DecodeGraph:
+        return self._graphs[size]
+
+    def clear(self) -> None:
+        """Give back every graph and the pool."""
+        self._graphs.clear()

@@ -1,0 +1,326 @@
+"""Executes plans: one ModelRunner per rank.
+
+Owns: the model, the rows, the KV cache, the graphs and the two streams. Invariant: everything that changes device
+state is enqueued on the compute stream in the order of the plans; the copy stream only reads finished outputs. It
+deliberately decides nothing about scheduling, and never waits for the device inside `execute`.
+
+A step, and where two of them overlap (max_in_flight = 2):
+
+    host     | schedule k+1 | submit k+1 | wait k ......| update, process k | schedule k+2 | submit k+2 | ...
+    compute  |  step k ............................| step k+1 ..............................| step k+2 ...
+    copy     |                                     | ids of k |                             | ids of k+1 |
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.attention import AttentionSpec, choose_backend
+from nanovllm.config import Config
+from nanovllm.kernels.advance import advance
+from nanovllm.layers.sampler import Sampler
+from nanovllm.messages import SchedulerOutput
+from nanovllm.models import build_model
+from nanovllm.worker.cuda_graphs import CudaGraphs, DecodeGraph, graph_sizes
+from nanovllm.worker.input_batch import InputBatch
+from nanovllm.worker.kv_cache import GpuMemory, allocate_kv_cache, bytes_per_block, num_blocks_for_cpu
+from nanovllm.worker.loader import initialize_dummy_weights, load_weights
+from nanovllm.worker.logits import LogitsMasks
+from nanovllm.worker.output_ring import OutputRing, PendingOutput
+from nanovllm.worker.persistent_batch import PersistentBatch
+from nanovllm.worker.platform import resolve_device, resolve_dtype
+
+logger = logging.getLogger("nanovllm")
+
+GRAPH_NODE_BYTES = 1 << 13  # what the driver keeps a kernel node of a graph; measured, see docs/performance.md
+
+
+@dataclass(slots=True)
+class StepShape:
+    """What of a step shapes its launches; all that graph capture freezes. Units: rows, tokens."""
+
+    num_rows: int
+    num_tokens: int
+    num_decodes: int
+    num_sampled: int
+    max_query_len: int
+    max_seq_len: int
+    has_cached_prefix: bool = False
+
+    @classmethod
+    def decode(cls, num_rows: int, max_seq_len: int) -> StepShape:
+        return cls(num_rows, num_rows, num_rows, num_rows, 1, max_seq_len)
+
+
+class ModelRunner:
+    """Builds the model on its device and runs steps.
+
+    Args:
+        config: engine options; the ones left "auto" or None are resolved here and written back.
+
+    Raises:
+        ValueError: an option that cannot work on this device, or too little memory.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.model_config = config.model_config
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, self.model_config.dtype, self.device)
+        config.device, config.dtype = self.device.type, str(self.dtype).removeprefix("torch.")
+        if config.max_in_flight is None:
+            config.max_in_flight = 2 if self.is_cuda else 1
+        self.stream = torch.cuda.Stream(self.device) if self.is_cuda else None
+        self.memory = GpuMemory(self.device, config.gpu_memory_utilization) if self.is_cuda else None
+        self.graphs: CudaGraphs | None = None
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            for phase in (self._build_model, self._build_batch, self._allocate_kv_cache, self._capture_graphs):
+                started = time.perf_counter()
+                phase()
+                logger.debug("start-up: %s took %.2f s", phase.__name__, time.perf_counter() - started)
+        self._log_start()
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    # ---- construction -------------------------------------------------------------------------------------------
+
+    def _build_model(self) -> None:
+        config, model_config = self.config, self.model_config
+        self.backend = choose_backend(
+            config.attention_backend,
+            AttentionSpec(
+                num_heads=model_config.num_heads,
+                num_kv_heads=model_config.num_kv_heads,
+                head_dim=model_config.head_dim,
+                dtype=self.dtype,
+                device=self.device,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=config.max_model_len,
+                block_size=config.kvcache_block_size,
+                windows=frozenset(model_config.layer_windows),
+            ),
+        )
+        self.block_size = config.kvcache_block_size = self.backend.block_size
+        self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
+        self.model = build_model(model_config, self.backend, self.dtype, self.device)
+        if config.load_format == "dummy":
+            initialize_dummy_weights(self.model, config.seed)
+        else:
+            load_weights(self.model, config.model, model_config)
+
+    def _build_batch(self) -> None:
+        config, model_config = self.config, self.model_config
+        num_slots = (config.max_in_flight or 1) + 1
+        self.batch = PersistentBatch(
+            config.max_num_seqs, config.max_model_len, self.max_blocks_per_seq, self.device, num_slots
+        )
+        self.inputs = InputBatch(
+            self.batch, max(config.max_num_batched_tokens, config.max_num_seqs), config.max_num_seqs, self.block_size
+        )
+        # one buffer for all graphs: each holding its own logits would cost gigabytes
+        self.logits = torch.empty(config.max_num_seqs, model_config.vocab_size, dtype=self.dtype, device=self.device)
+        self.sampler = Sampler(model_config.vocab_size, config.max_num_seqs, self.device)
+        self.masks = LogitsMasks(self.device)
+        self.outputs = OutputRing(config.max_num_seqs, self.device, self.stream, num_slots)
+
+    def _allocate_kv_cache(self) -> None:
+        config, memory = self.config, self.memory
+        block_bytes = bytes_per_block(self.model_config, self.block_size, self.dtype)
+        num_blocks = config.num_kvcache_blocks
+        if memory is not None:
+            self._profile()
+        if num_blocks is None and memory is not None:
+            num_blocks = memory.num_blocks(
+                block_bytes, self._graph_bytes(), self.max_blocks_per_seq + 1, config.gpu_memory_utilization
+            )
+        elif num_blocks is None:
+            num_blocks = num_blocks_for_cpu(block_bytes, config.max_num_seqs, self.max_blocks_per_seq)
+        self.num_kvcache_blocks = config.num_kvcache_blocks = num_blocks
+        self.kv_caches = allocate_kv_cache(self.model_config, num_blocks, self.block_size, self.dtype, self.device)
+
+    def _profile(self) -> None:
+        """Run the largest step once, on row 0 alone, so that its workspace is in torch's pool before the KV cache is
+        sized.
+
+        It compiles the kernels of a prompt step too. All rows share row 0's block table, which is block 0.
+        """
+        config = self.config
+        self.kv_caches = allocate_kv_cache(self.model_config, 2, self.block_size, self.dtype, self.device)
+        num_tokens = config.max_num_batched_tokens
+        num_rows = max(min(config.max_num_seqs, num_tokens), -(-num_tokens // config.max_model_len))
+        num_rows = min(num_rows, config.max_num_seqs)
+        lengths = [min(num_tokens // num_rows, config.max_model_len)] * num_rows
+        plan = SchedulerOutput(-1, [0] * num_rows, lengths, 0, num_rows, max_seq_len=max(lengths))
+        self.batch.apply(plan, num_rows)
+        self._run_step(self._shape_of(plan))
+        torch.cuda.synchronize(self.device)
+        self.kv_caches = []
+
+    def _graph_bytes(self) -> int:
+        """An estimate of what the graphs will take: the largest one's tensors, and the driver's share of each graph."""
+        if self.config.enforce_eager:
+            return 0
+        size = self.config.max_num_seqs
+        model_config = self.model_config
+        widest = max(2 * model_config.intermediate_size, 4 * model_config.hidden_size)
+        tensors = 8 * size * widest * self.dtype.itemsize
+        num_nodes = 10 * model_config.num_layers * len(graph_sizes(size))
+        return tensors + num_nodes * GRAPH_NODE_BYTES
+
+    def _capture_graphs(self) -> None:
+        if not self.is_cuda or self.config.enforce_eager:
+            return
+        graphs = CudaGraphs(self.config.max_num_seqs, self._decode_logits, self._sample_decodes)
+        assert self.stream is not None
+        free, _ = torch.cuda.mem_get_info(self.device)
+        graphs.capture(self.stream)
+        taken = free - torch.cuda.mem_get_info(self.device)[0]
+        logger.debug("graphs took %d MiB, %d MiB were set aside", taken >> 20, self._graph_bytes() >> 20)
+        self.graphs = graphs
+
+    def _log_start(self) -> None:
+        capacity = (self.num_kvcache_blocks - 1) * self.block_size
+        kv_bytes = self.num_kvcache_blocks * bytes_per_block(self.model_config, self.block_size, self.dtype)
+        weight_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        gib = 1 << 30
+        held = f", {self.memory.held() / gib:.2f} GiB held in all" if self.memory is not None else ""
+        logger.info(
+            "%s (%s) in %s on %s, attention %s, KV cache of %d tokens (%d blocks of %d); "
+            "weights %.2f GiB, KV %.2f GiB%s",
+            self.config.model,
+            self.model_config.architecture,
+            self.config.dtype,
+            self.device,
+            self.backend.name,
+            capacity,
+            self.num_kvcache_blocks,
+            self.block_size,
+            weight_bytes / gib,
+            kv_bytes / gib,
+            held,
+        )
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+
+    def execute(self, plan: SchedulerOutput) -> PendingOutput:
+        """Enqueue one step and return at once; `.wait()` gives its sampled ids."""
+        with torch.cuda.stream(self.stream), torch.inference_mode():
+            started = self.outputs.begin()
+            graphs = self.graphs if plan.num_decodes == len(plan.rows) else None
+            num_padded = graphs.padded_size(len(plan.rows)) if graphs is not None else len(plan.rows)
+            self.batch.apply(plan, num_padded)
+            self.masks.apply_plan(plan)
+            if graphs is not None:
+                sampled = self._replay(graphs[num_padded], plan, num_padded)
+            else:
+                sampled = self._run_step(self._shape_of(plan), plan)
+            return self.outputs.end(started, sampled[: plan.num_sampled])
+
+    def _shape_of(self, plan: SchedulerOutput) -> StepShape:
+        return StepShape(
+            num_rows=len(plan.rows),
+            num_tokens=plan.num_tokens,
+            num_decodes=plan.num_decodes,
+            num_sampled=plan.num_sampled,
+            max_query_len=max(plan.num_query_tokens),
+            max_seq_len=plan.max_seq_len,
+            has_cached_prefix=plan.has_cached_prefix,
+        )
+
+    def _run_step(self, shape: StepShape, plan: SchedulerOutput | None = None) -> torch.Tensor:
+        """Prepare, model, logits, sample, advance, launched one by one; returns the sampled ids, int32 [S]."""
+        logits = self._forward(shape)
+        if plan is not None:
+            self.masks.mask(logits, plan)
+        return self._sample(logits, shape)
+
+    def _forward(self, shape: StepShape) -> torch.Tensor:
+        metadata = self.inputs.prepare(
+            shape.num_rows,
+            shape.num_tokens,
+            shape.num_decodes,
+            shape.max_query_len,
+            shape.max_seq_len,
+            shape.has_cached_prefix,
+        )
+        input_ids, positions = self.inputs.input_ids, self.inputs.positions
+        num_tokens = shape.num_tokens
+        hidden = self.model(input_ids[:num_tokens], positions[:num_tokens], self.kv_caches, metadata)  # [T, H]
+        if shape.num_decodes != shape.num_rows:  # the last token of each row that samples
+            hidden = hidden[metadata.cu_seqlens_q[1 : shape.num_sampled + 1] - 1]  # [S, H]
+        return self.model.compute_logits(hidden, self.logits[: shape.num_sampled])  # [S, V]
+
+    def _sample(self, logits: torch.Tensor, shape: StepShape) -> torch.Tensor:
+        batch = self.batch
+        rows = batch.step_rows[: shape.num_rows]
+        is_decode = shape.num_decodes == shape.num_rows
+        cu_seqlens_q = self.inputs.decode_cu_seqlens_q if is_decode else batch.step_cu_seqlens_q
+        sampled = self.sampler(logits, rows[: shape.num_sampled], batch)  # int32 [S]
+        advance(
+            rows,
+            cu_seqlens_q[: shape.num_rows + 1],
+            shape.num_sampled,
+            sampled,
+            batch.token_ids,
+            batch.num_tokens,
+            batch.num_computed,
+        )
+        return sampled
+
+    def _decode_logits(self, size: int) -> torch.Tensor:
+        return self._forward(StepShape.decode(size, self.config.max_model_len))
+
+    def _sample_decodes(self, logits: torch.Tensor, size: int) -> torch.Tensor:
+        return self._sample(logits, StepShape.decode(size, self.config.max_model_len))
+
+    def _replay(self, graph: DecodeGraph, plan: SchedulerOutput, size: int) -> torch.Tensor:
+        graph.model.replay()
+        if self.masks.mask(graph.logits, plan):  # rarer sampling runs outside the graph
+            return self._sample_decodes(graph.logits, size)
+        graph.sample.replay()
+        return graph.sampled
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until everything enqueued has run; raises what the device raised."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def reset(self) -> None:
+        """After a broken step: forget what the host believes the device to hold. The next plans bring all rows anew."""
+        self.batch.reset()
+        self.masks.reset()
+
+    def close(self) -> None:
+        """Give back all device memory."""
+        if self.graphs is not None:
+            self.graphs.clear()
+        for name in (
+            "graphs",
+            "model",
+            "kv_caches",
+            "batch",
+            "inputs",
+            "logits",
+            "sampler",
+            "masks",
+            "outputs",
+            "backend",
+        ):
+            if hasattr(self, name):
+                delattr(self, name)
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+    def stats(self) -> dict[str, float]:
+        """On a GPU: mean_step_ms and host_exposed_ms, since the engine started."""
+        return self.outputs.stats() if self.is_cuda else {}

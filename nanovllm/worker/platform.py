@@ -1,0 +1,51 @@
+"""What "auto" means on this machine.
+
+Owns: the choice of device and dtype. Invariant: an explicit choice is honoured or refused with the reason, never
+replaced. It
+deliberately does not choose the attention backend: attention/ probes those.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+logger = logging.getLogger("nanovllm")
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of this engine.
+
+    Raises:
+        ValueError: "cuda" where torch sees no CUDA device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch sees no CUDA device; device='auto' or 'cpu' runs without one")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def cpu_has_fast_bf16() -> bool:
+    """Whether the processor multiplies bf16 matrices in hardware (AVX512-BF16 or AMX)."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def resolve_dtype(name: str, checkpoint_dtype: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of weights and KV cache; "auto" is the checkpoint's where this device computes in it.
+
+    On a CPU, half precision without hardware for it would be slower than float32. A GPU below compute capability 8
+    has no bf16 arithmetic and gets float16.
+    """
+    if name != "auto":
+        return getattr(torch, name)
+    dtype = getattr(torch, checkpoint_dtype or "bfloat16")
+    if device.type == "cpu":
+        return torch.bfloat16 if dtype == torch.bfloat16 and cpu_has_fast_bf16() else torch.float32
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] < 8:
+        logger.warning("this GPU has no bfloat16 arithmetic: float16 is used for a bfloat16 checkpoint")
+        return torch.float16
+    return dtype

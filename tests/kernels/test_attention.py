@@ -1,0 +1,440 @@
+"""Paged attention against a naive float64 reference: the kernels, also interpreted, the backends and their choice."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.attention import AttentionMetadata, AttentionSpec, choose_backend
+from nanovllm.kernels.paged_decode import (
+    choose_num_splits,
+    make_decode_workspace,
+    paged_decode_reference,
+    paged_decode_triton,
+)
+from nanovllm.kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # absolute, and as much relative
+
+
+class Step:
+    """A random step: `chunks` are (query length, sequence length), the decodes first; blocks shuffled, the rest NaN."""
+
+    def __init__(
+        self,
+        chunks: list[tuple[int, int]],
+        num_decodes: int,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 64,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        seed: int = 0,
+        poison: bool = True,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        query_lens, seq_lens = [c[0] for c in chunks], [c[1] for c in chunks]
+        blocks_per_seq = [-(-n // block_size) for n in seq_lens]
+        num_blocks = sum(blocks_per_seq) + 3
+        order = torch.randperm(num_blocks - 1, generator=generator) + 1
+        # Entries behind the last block are garbage that no kernel may follow; here they point at poisoned blocks.
+        table = torch.full((len(chunks), max(blocks_per_seq) + 1), int(order[-1]), dtype=torch.int32)
+        taken = 0
+        k_cache = torch.full((num_blocks, block_size, num_kv_heads, head_dim), float("nan") if poison else 0.0)
+        v_cache = k_cache.clone()
+        for b, (count, seq_len) in enumerate(zip(blocks_per_seq, seq_lens, strict=True)):
+            blocks = order[taken : taken + count]
+            taken += count
+            table[b, :count] = blocks.int()
+            slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:seq_len]
+            shape = (seq_len, num_kv_heads, head_dim)
+            k_cache.view(-1, num_kv_heads, head_dim)[slots] = torch.randn(shape, generator=generator)
+            v_cache.view(-1, num_kv_heads, head_dim)[slots] = torch.randn(shape, generator=generator)
+        qkv = torch.randn(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, generator=generator)
+        self.k_cache, self.v_cache = k_cache.to(device, dtype), v_cache.to(device, dtype)
+        self.q, self.k, self.v = qkv.to(device, dtype).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        self.scale = head_dim**-0.5
+        self.chunks, self.table = chunks, table
+        self.metadata = AttentionMetadata(
+            cu_seqlens_q=torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            block_table=table.to(device),
+            slot_mapping=torch.zeros(sum(query_lens), dtype=torch.int64, device=device),
+            max_seqlen_q=max(query_lens),
+            max_seqlen_k=max(seq_lens),
+            num_decode_tokens=num_decodes,
+            has_cached_prefix=any(q != n for q, n in chunks[num_decodes:]),
+        )
+        start = 0
+        for b, (query_len, seq_len) in enumerate(chunks):  # fresh k and v are what the cache holds
+            if query_len == seq_len:
+                self.k[start : start + query_len] = self._sequence(self.k_cache, b)
+                self.v[start : start + query_len] = self._sequence(self.v_cache, b)
+            start += query_len
+
+    def _sequence(self, cache: Tensor, b: int) -> Tensor:
+        return cache[self.table[b].long().to(cache.device)].flatten(0, 1)[: self.chunks[b][1]]
+
+    def expected(self, window: int | None) -> Tensor:
+        """Naive attention in float64, [T, H, D]."""
+        group = self.q.shape[1] // self.k_cache.shape[2]
+        outs, start = [], 0
+        for b, (query_len, seq_len) in enumerate(self.chunks):
+            keys = self._sequence(self.k_cache, b).double().repeat_interleave(group, dim=1)  # [L, H, D]
+            values = self._sequence(self.v_cache, b).double().repeat_interleave(group, dim=1)
+            scores = torch.einsum("qhd,lhd->hql", self.q[start : start + query_len].double(), keys) * self.scale
+            position = torch.arange(seq_len - query_len, seq_len, device=keys.device)[:, None]
+            key = torch.arange(seq_len, device=keys.device)[None, :]
+            hidden = key > position
+            if window is not None:
+                hidden |= key <= position - window
+            probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            outs.append(torch.einsum("hql,lhd->qhd", probs, values))
+            start += query_len
+        return torch.cat(outs)
+
+    def spec(self, block_size: int | None = None, windows: frozenset[int | None] = frozenset({None})) -> AttentionSpec:
+        return AttentionSpec(
+            num_heads=self.q.shape[1],
+            num_kv_heads=self.k_cache.shape[2],
+            head_dim=self.q.shape[2],
+            dtype=self.q.dtype,
+            device=self.q.device,
+            max_num_seqs=512,
+            max_model_len=32768,
+            block_size=block_size if block_size is not None else self.k_cache.shape[1],
+            windows=windows,
+        )
+
+    def check(self, out: Tensor, window: int | None, rows: slice = slice(None)) -> None:
+        tolerance = TOLERANCE[self.q.dtype]
+        torch.testing.assert_close(out[rows].double(), self.expected(window)[rows], atol=tolerance, rtol=tolerance)
+
+    def forward(self, backend, window: int | None = None) -> Tensor:
+        return backend.forward(self.q, self.k, self.v, self.k_cache, self.v_cache, self.metadata, self.scale, window)
+
+
+def skip_interpreted_bfloat16(device: str, dtype: torch.dtype) -> None:
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies the bit patterns of bfloat16")
+
+
+def run_decode(step: Step, window: int | None, num_splits: int | None) -> Tensor:
+    num_heads, head_dim = step.q.shape[1:]
+    workspace = make_decode_workspace(num_heads, step.k_cache.shape[2], head_dim, 4096, step.q.device)
+    out = torch.full(step.q.shape, float("nan"), dtype=step.q.dtype, device=step.q.device)
+    meta = step.metadata
+    args = (step.q, step.k_cache, step.v_cache, meta.seq_lens, meta.block_table, step.scale, window, out)
+    if num_splits is not None and not step.q.is_cuda:  # the interpreter's workspace is sized for few programs
+        rows = len(step.chunks) * num_splits * num_heads
+        workspace = type(workspace)(
+            step.q.new_empty(rows * head_dim, dtype=torch.float32),
+            step.q.new_empty(rows, dtype=torch.float32),
+            workspace.target_programs,
+            workspace.max_splits,
+        )
+    paged_decode_triton(*args, workspace, num_splits)
+    return out
+
+
+def run_prefill(step: Step, window: int | None) -> Tensor:
+    out = torch.full(step.q.shape, float("nan"), dtype=step.q.dtype, device=step.q.device)
+    meta, first = step.metadata, step.metadata.num_decode_tokens
+    paged_prefill_triton(
+        step.q, step.k_cache, step.v_cache, meta.cu_seqlens_q[first:], meta.seq_lens[first:], meta.block_table[first:],
+        step.scale, window, out, first,
+    )  # fmt: skip
+    return out
+
+
+DECODES = [(1, 1), (1, 63), (1, 200), (1, 128)]
+MIXED = [(1, 5), (1, 77), (20, 20), (3, 60), (50, 131), (1, 1), (1, 90)]  # 2 decodes, then chunks, two of one token
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, 7])
+@pytest.mark.parametrize("window", [None, 40])
+def test_decode_kernel_splits_and_windows(kernel_device: str, num_splits: int, window: int | None) -> None:
+    step = Step(DECODES, 4, device=kernel_device)
+    step.check(run_decode(step, window, num_splits), window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_decode_kernel_dtypes_and_block_sizes(
+    kernel_device: str, dtype: torch.dtype, block_size: int, num_splits: int
+) -> None:
+    skip_interpreted_bfloat16(kernel_device, dtype)
+    step = Step(DECODES, 4, dtype=dtype, block_size=block_size, device=kernel_device)
+    step.check(run_decode(step, None, num_splits), None)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("num_heads", [2, 6, 8, 16])  # groups of 1, 3, 4, 8
+def test_decode_kernel_heads(kernel_device: str, head_dim: int, num_heads: int) -> None:
+    step = Step(DECODES[1:3], 2, num_heads, 2, head_dim, dtype=torch.float16, device=kernel_device)
+    step.check(run_decode(step, None, 2), None)
+
+
+def test_decode_of_padded_rows_is_finite(kernel_device: str) -> None:
+    step = Step(DECODES, 4, device=kernel_device, poison=False)
+    step.metadata.block_table[2:] = 0
+    step.metadata.seq_lens[2:] = 1
+    out = run_decode(step, None, 3)
+    assert out.isfinite().all()
+    step.check(out, None, slice(0, 2))
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_prefill_kernel_mixed_chunks(kernel_device: str, window: int | None, block_size: int) -> None:
+    step = Step(MIXED, 2, block_size=block_size, device=kernel_device)
+    step.check(run_prefill(step, window), window, slice(2, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_heads", [2, 6, 8, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prefill_kernel_dtypes_and_groups(
+    kernel_device: str, dtype: torch.dtype, num_heads: int, head_dim: int
+) -> None:
+    skip_interpreted_bfloat16(kernel_device, dtype)
+    chunks = [(1, 5), (70, 70), (3, 60), (90, 200)]
+    step = Step(chunks, 1, num_heads, 2, head_dim, 128, dtype, kernel_device)
+    step.check(run_prefill(step, None), None, slice(1, None))
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 256])
+@pytest.mark.parametrize("window", [None, 33])
+def test_prefill_kernel_head_dims(kernel_device: str, head_dim: int, window: int | None) -> None:
+    step = Step([(1, 5), (33, 33), (20, 150)], 1, 4, 2, head_dim, 64, torch.float16, kernel_device)
+    step.check(run_prefill(step, window), window, slice(1, None))
+
+
+def test_prefill_kernel_finds_sequences_past_the_first_128(kernel_device: str) -> None:
+    step = Step([(1 + i % 3, 4) for i in range(150)], 0, 2, 2, 16, device=kernel_device)
+    step.check(run_prefill(step, None), None)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_references_follow_the_naive_one(window: int | None) -> None:
+    step = Step(MIXED, 2)
+    meta, out = step.metadata, torch.empty_like(step.q)
+    paged_prefill_reference(
+        step.q, step.k_cache, step.v_cache, meta.cu_seqlens_q, meta.seq_lens, meta.block_table, step.scale, window, out
+    )
+    step.check(out, window)
+    decodes = Step(DECODES, 4)
+    meta, out = decodes.metadata, torch.empty_like(decodes.q)
+    paged_decode_reference(
+        decodes.q, decodes.k_cache, decodes.v_cache, meta.seq_lens, meta.block_table, decodes.scale, window, out
+    )
+    decodes.check(out, window)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+def test_splits_fit_the_workspace_at_every_batch_size(num_kv_heads: int) -> None:
+    workspace = make_decode_workspace(16, num_kv_heads, 64, 1 << 20, "cpu")
+    for num_seqs in range(1, 64):
+        splits = choose_num_splits(num_seqs, num_kv_heads, workspace)
+        assert splits == 1 or num_seqs * splits * 16 <= workspace.partial_lse.numel()
+        assert splits == 1 or num_seqs * num_kv_heads < workspace.target_programs
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 1000])
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("num_heads", [2, 6])
+def test_torch_backend(window: int | None, block_size: int, num_heads: int) -> None:
+    step = Step(MIXED, 2, num_heads, 2, 64, block_size)
+    backend = choose_backend("torch", step.spec())
+    step.check(step.forward(backend, window), window)
+    step.check(step.forward(backend, window), window)  # the second layer uses what the first worked out
+    decodes = Step([(1, n) for n in (300, 299, 250, 17, 16, 1, 300)], 7, num_heads, 2, 64, block_size)
+    decodes.check(decodes.forward(backend, window), window)
+
+
+def test_torch_backend_long_chunk_behind_a_prefix() -> None:
+    step = Step([(700, 900)], 0, 2, 1, 16)
+    for window in (None, 100):
+        step.check(step.forward(choose_backend("torch", step.spec()), window), window)
+
+
+def test_choice_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    spec = Step(DECODES, 4).spec()
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        assert choose_backend("auto", spec).name == "torch"
+    assert "torch" in caplog.text
+    for name in ("triton", "flash_attn"):
+        with pytest.raises(ValueError, match=f"{name}.*CUDA"):
+            choose_backend(name, spec)
+    with pytest.raises(ValueError, match="xformers.*flash_attn"):
+        choose_backend("xformers", spec)
+    with pytest.raises(ValueError, match="block_size"):
+        choose_backend("torch", Step(DECODES, 4).spec(block_size=-1))
+
+
+def test_a_broken_package_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a package raises at import or in a call becomes a reason."""
+    from nanovllm.attention import BackendUnavailable, flash
+
+    class Broken(types.ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError("undefined symbol")
+
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", Broken("flash_attn_interface"))
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    spec = Step(DECODES, 4, dtype=torch.float16).spec()
+    for package in flash._PACKAGES:
+        with pytest.raises(BackendUnavailable, match=package.label):
+            flash._build_on(package, spec)
+
+
+class CallLikeReference:
+    """Flash-attn functions of all three signatures, computed by the references; checks how flash.py calls them."""
+
+    @staticmethod
+    def ragged(q, k, v, cu_seqlens, scale, window_size):
+        k_pages, v_pages = k.contiguous()[:, None], v.contiguous()[:, None]  # pages of one token
+        lens = cu_seqlens.diff()
+        table = torch.zeros(len(lens), int(lens.max()), dtype=torch.int32)
+        for b, n in enumerate(lens.tolist()):
+            table[b, :n] = torch.arange(int(cu_seqlens[b]), int(cu_seqlens[b]) + n)
+        return CallLikeReference.paged(q, k_pages, v_pages, cu_seqlens, lens, table, scale, window_size)
+
+    @staticmethod
+    def paged(q, k_cache, v_cache, cu_seqlens, lens, table, scale, window_size):
+        left = window_size[0]
+        window = None if left is None or left < 0 else left + 1
+        out = torch.zeros(q.shape, dtype=q.dtype)
+        paged_prefill_reference(q, k_cache, v_cache, cu_seqlens, lens, table, scale, window, out)
+        return out
+
+    @classmethod
+    def version_2(cls, q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal, window_size, block_table=None):
+        assert causal
+        if block_table is None:
+            return cls.ragged(q, k, v, cu_q, softmax_scale, window_size)
+        return cls.paged(q, k, v, cu_q, cu_k.diff(), block_table, softmax_scale, window_size)
+
+    @classmethod
+    def version_3_paged(
+        cls, q, k, v, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size
+    ):
+        return cls.paged(q, k, v, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window_size)
+
+    @classmethod
+    def version_4(
+        cls,
+        q,
+        k,
+        v,
+        *,
+        cu_seqlens_q,
+        softmax_scale,
+        causal,
+        window_size,
+        cu_seqlens_k=None,
+        seqused_k=None,
+        page_table=None,
+    ):
+        if page_table is None:
+            return cls.ragged(q, k, v, cu_seqlens_q, softmax_scale, window_size), None
+        return cls.paged(q, k, v, cu_seqlens_q, seqused_k, page_table, softmax_scale, window_size), None
+
+
+@pytest.mark.parametrize("version", [3, 4, 2])
+def test_flash_packages_are_called_right(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    from nanovllm.attention import flash
+
+    flash_attn = types.ModuleType("flash_attn")
+    flash_attn.flash_attn_varlen_func = CallLikeReference.version_2
+    cute = types.ModuleType("flash_attn.cute")
+    cute.flash_attn_varlen_func = CallLikeReference.version_4
+    interface = types.ModuleType("flash_attn_interface")
+    interface.flash_attn_varlen_func = CallLikeReference.version_2
+    interface.flash_attn_with_kvcache = CallLikeReference.version_3_paged
+    for module in (flash_attn, cute, interface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    package = next(p for p in flash._PACKAGES if p.label == f"flash-attn {version}")
+    for chunks in (MIXED, [(1, 7), (1, 30), (20, 20), (33, 33)]):
+        step = Step(chunks, 2, block_size=256, dtype=torch.float16)
+        backend = flash._build_on(package, step.spec(windows=frozenset({None, 12})))
+        for window in (None, 12):
+            step.check(step.forward(backend, window), window)
+
+
+# On a GPU, at real shapes
+
+CHUNKS_ON_GPU = {
+    1: [(700, 700)],
+    7: [(1, 600), (1, 5000), (1, 33), (300, 300), (128, 2000), (1, 1), (17, 1040)],
+    256: [(1, 1 + 9 * i) for i in range(200)] + [(2 + i, 2 + 2 * i) for i in range(56)],
+}
+BACKENDS = ["triton", "flash-attn 2", "flash-attn 3", "flash-attn 4", "torch"]
+
+
+def build_on_gpu(name: str, spec: AttentionSpec):
+    """The backend, or a skip where its package is not installed or has no kernel for this head_dim."""
+    from nanovllm.attention import BackendUnavailable, flash
+
+    if not name.startswith("flash"):
+        return choose_backend(name, spec)
+    package = next(p for p in flash._PACKAGES if p.label == name)
+    try:
+        return flash._build_on(package, spec)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 7, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backends_on_gpu(name: str, head_dim: int, batch: int, dtype: torch.dtype) -> None:
+    if name.startswith("flash") and dtype == torch.float32:
+        pytest.skip("flash-attn has no float32")
+    block_size = 256 if name == "flash-attn 2" else 128
+    chunks = CHUNKS_ON_GPU[batch]
+    num_decodes = {1: 0, 7: 3, 256: 200}[batch]
+    for cached in (True, False):
+        if not cached:  # only whole prompts: the path for fresh prompts
+            chunks = chunks[:num_decodes] + [(q, q) for q, _ in chunks[num_decodes:]]
+        step = Step(chunks, num_decodes, 16, 8, head_dim, block_size, dtype, "cuda")
+        backend = build_on_gpu(name, step.spec(windows=frozenset({None, 300})))
+        for window in (None, 300):
+            step.check(step.forward(backend, window), window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 7, 256])
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_graph_replays_with_other_lengths(name: str, batch: int) -> None:
+    """Captured at the largest length, replayed at shorter ones."""
+    lens = [2000 - 7 * i for i in range(batch)]
+    step = Step([(1, n) for n in lens], batch, 16, 8, 128, 128, torch.bfloat16, "cuda")
+    backend = choose_backend(name, step.spec())
+    step.metadata.max_seqlen_k = 2000
+    step.forward(backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step.forward(backend)
+    for shorter in (0, 100, 183):
+        step.chunks = [(1, n - shorter) for n in lens]
+        step.metadata.seq_lens.copy_(torch.tensor([n - shorter for n in lens], dtype=torch.int32))
+        graph.replay()
+        torch.cuda.synchronize()
+        step.check(out, None)
+
+
+@pytest.mark.gpu
+def test_auto_on_gpu_never_fails() -> None:
+    spec = Step(DECODES, 4, dtype=torch.bfloat16, device="cuda").spec(block_size=128)
+    assert choose_backend("auto", spec).name in ("flash_attn", "triton")
