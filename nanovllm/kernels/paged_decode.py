@@ -4,9 +4,10 @@ Owns: decode attention, its split count and its workspace. Invariant: the grid d
 length is read on the device, so a launch captured in a CUDA graph stays right while the sequences grow. It deliberately
 does not look at the longest possible length: a split that has no keys exits at once, and short sequences pay nothing.
 
-The query heads of a KV head form one tile of at least 16 rows, so K and V are read once. Reading them is all the cost:
-padded rows are free as long as the tile stays that small. With several splits each program leaves a normalised partial
-output and its log-sum-exp (base 2), and a second kernel merges them (Flash-Decoding, Dao et al., 2023).
+The query heads of a KV head form one tile of at least 16 rows, so K and V are read once. Reading them is the whole
+cost: padded rows are free as long as the tile stays that small. With several splits (Flash-Decoding, Dao et al., 2023)
+each program leaves a normalised partial output and its log-sum-exp (base 2), and whichever of a sequence's programs
+arrives last merges them, in order of the splits: no second kernel, and the same result whoever is last.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ LOG2_E = math.log2(math.e)
 MAX_SPLITS = 128
 MIN_BLOCK_N = 32
 PROGRAMS_PER_SM = 4  # from so many (sequence, KV head) pairs an SM on, one program each fills the memory pipes
+MIN_TILES_PER_SPLIT = 8  # where there is a pair for every SM: a shorter split costs more in the merge than it gains
+MERGE_SPLITS = 16  # partial results that the merge holds at a time
 
 
 @triton.jit
@@ -35,10 +38,12 @@ def _key_range(seq_len, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr)
     return first, (seq_len + BLOCK_N - 1) // BLOCK_N
 
 
-@triton.jit(do_not_specialize=["num_splits", "window"])
+@triton.jit(do_not_specialize=["num_splits", "min_tiles", "window"])
 def _paged_decode_kernel(
-    out_ptr,  # [B, H, D]; with SPLIT float32 partials [B, num_splits, H, D]
-    lse_ptr,  # float32 [B, num_splits, H], with SPLIT only
+    out_ptr,  # [B, H, D]
+    partial_ptr,  # float32 [B, KH, num_splits, GROUP, D], with SPLIT only, like the next two
+    lse_ptr,  # float32 [B, KH, num_splits, GROUP]
+    arrivals_ptr,  # int32 [B, KH], zero before and after
     q_ptr,  # [B, H, D]
     k_ptr,  # [num_blocks, PAGE, KH, D]
     v_ptr,
@@ -46,6 +51,7 @@ def _paged_decode_kernel(
     block_table_ptr,  # int32 [B, max_blocks]
     scale_log2,
     num_splits,
+    min_tiles,
     window,
     stride_out_seq,
     stride_q_seq,
@@ -65,6 +71,7 @@ def _paged_decode_kernel(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -73,8 +80,11 @@ def _paged_decode_kernel(
     num_kv_heads = tl.num_programs(0)
     seq_len = tl.load(seq_lens_ptr + seq)
     first, end = _key_range(seq_len, window, BLOCK_N, HAS_WINDOW)
+    num_used = 1
     if SPLIT:
-        per_split = (end - first + num_splits - 1) // num_splits
+        num_used = tl.minimum(tl.maximum((end - first) // min_tiles, 1), num_splits)
+        per_split = (end - first + num_used - 1) // num_used
+        num_used = (end - first + per_split - 1) // per_split
         first += split * per_split
         end = tl.minimum(first + per_split, end)
         if first >= end:
@@ -126,59 +136,65 @@ def _paged_decode_kernel(
 
     out = acc / row_sum[:, None]
     out_mask = is_head[:, None] & is_dim[None, :]
-    if SPLIT:
-        row = (seq * num_splits + split).to(tl.int64) * num_kv_heads * GROUP + heads
+    out_row_ptr = out_ptr + seq.to(tl.int64) * stride_out_seq + kv_head * GROUP * HEAD_DIM
+    if num_used == 1:
+        tl.store(out_row_ptr + offs_g[:, None] * HEAD_DIM + offs_d[None, :], out.to(out_ptr.dtype.element_ty), out_mask)
+    elif SPLIT:
+        item = seq.to(tl.int64) * num_kv_heads + kv_head
+        row = (item * num_splits + split) * GROUP + offs_g
         tl.store(lse_ptr + row, row_max + tl.log2(row_sum), mask=is_head)
-        tl.store(out_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], out, mask=out_mask)
-    else:
-        out_offsets = seq.to(tl.int64) * stride_out_seq + heads[:, None] * HEAD_DIM + offs_d[None, :]
-        tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+        tl.store(partial_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], out, mask=out_mask)
+        tl.debug_barrier()  # all of this program's stores come before its arrival
+        arrived = tl.atomic_add(arrivals_ptr + item, 1, sem="acq_rel")
+        if arrived == num_used - 1:
+            tl.store(arrivals_ptr + item, 0)
+            for head in tl.static_range(GROUP):
+                first_row = item * num_splits * GROUP + head
+                merged = _merge_partials(
+                    partial_ptr, lse_ptr, first_row, num_used, GROUP, HEAD_DIM, HEAD_DIM_PAD, MERGE_SPLITS
+                )
+                out_head_ptr = out_row_ptr + head * HEAD_DIM + offs_d
+                tl.store(out_head_ptr, merged.to(out_ptr.dtype.element_ty), mask=is_dim)
 
 
-@triton.jit(do_not_specialize=["num_splits", "window"])
-def _merge_splits_kernel(
-    out_ptr,  # [B, H, D]
-    partial_ptr,  # float32 [B, num_splits, H, D]
-    lse_ptr,  # float32 [B, num_splits, H]
-    seq_lens_ptr,  # int32 [B]
-    num_splits,
-    window,
-    stride_out_seq,
+@triton.jit
+def _merge_partials(
+    partial_ptr,
+    lse_ptr,
+    first_row,
+    num_used,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    seq = tl.program_id(1)
-    num_heads = tl.num_programs(0)
-    first, end = _key_range(tl.load(seq_lens_ptr + seq), window, BLOCK_N, HAS_WINDOW)
-    per_split = (end - first + num_splits - 1) // num_splits
-    num_used = (end - first + per_split - 1) // per_split  # the splits behind these wrote nothing
+    """One head's output [D] from its partial results; split s lies in row first_row + s * GROUP.
 
-    offs_s = tl.arange(0, BLOCK_S)
+    Other SMs wrote them: they are read from L2, for L1 may hold these lines from before.
+    """
+    offs_s = tl.arange(0, MERGE_SPLITS)
     offs_d = tl.arange(0, HEAD_DIM_PAD)
     is_dim = offs_d < HEAD_DIM
     lse_max = -1e30
     total = 0.0
     acc = tl.zeros([HEAD_DIM_PAD], tl.float32)
-    for start in tl.range(0, num_used, BLOCK_S):
-        splits = start + offs_s
-        used = splits < num_used
-        row = (seq * num_splits + splits).to(tl.int64) * num_heads + head
-        lse = tl.load(lse_ptr + row, mask=used, other=-1e30)  # [BLOCK_S]
+    for start in tl.range(0, num_used, MERGE_SPLITS):
+        used = start + offs_s < num_used
+        rows = first_row + (start + offs_s) * GROUP
+        lse = tl.load(lse_ptr + rows, mask=used, other=-1e30, cache_modifier=".cg")  # [MERGE_SPLITS]
         part = tl.load(
-            partial_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], mask=used[:, None] & is_dim[None, :], other=0.0
-        )
+            partial_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :],
+            mask=used[:, None] & is_dim[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )  # [MERGE_SPLITS, D]
         new_max = tl.maximum(lse_max, tl.max(lse, 0))
         weights = tl.exp2(lse - new_max)
         rescale = tl.exp2(lse_max - new_max)
         acc = acc * rescale + tl.sum(part * weights[:, None], 0)
         total = total * rescale + tl.sum(weights, 0)
         lse_max = new_max
-    out_offsets = seq.to(tl.int64) * stride_out_seq + head * HEAD_DIM + offs_d
-    tl.store(out_ptr + out_offsets, (acc / total).to(out_ptr.dtype.element_ty), mask=is_dim)
+    return acc / total
 
 
 @dataclass(frozen=True)
@@ -187,43 +203,56 @@ class DecodeWorkspace:
 
     partial_out: Tensor  # float32, flat
     partial_lse: Tensor  # float32, flat
-    target_programs: int
+    arrivals: Tensor  # int32, zero between launches
+    num_sms: int
     max_splits: int
 
 
 def make_decode_workspace(
-    num_heads: int, num_kv_heads: int, head_dim: int, max_model_len: int, device: torch.device | str
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_model_len: int,
+    device: torch.device | str,
+    num_programs: int | None = None,
 ) -> DecodeWorkspace:
-    """Workspace for any batch of this model. A split batch has under twice `target_programs` (split, KV head) items."""
-    if torch.device(device).type == "cuda":
-        target = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-    else:
-        target = PROGRAMS_PER_SM
-    num_rows = 2 * target * (num_heads // num_kv_heads)
+    """Workspace for any batch of this model: a batch that is split has at most PROGRAMS_PER_SM programs an SM.
+
+    num_programs: room for so many instead, for a caller that chooses the splits itself.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+    if num_programs is None:
+        num_programs = PROGRAMS_PER_SM * num_sms
+    num_rows = num_programs * (num_heads // num_kv_heads)
     return DecodeWorkspace(
         partial_out=torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(num_rows, dtype=torch.float32, device=device),
-        target_programs=target,
-        max_splits=min(MAX_SPLITS, -(-max_model_len // MIN_BLOCK_N)),
+        arrivals=torch.zeros(num_programs, dtype=torch.int32, device=device),
+        num_sms=num_sms,
+        max_splits=min(MAX_SPLITS, triton.cdiv(max_model_len, 64)),
     )
 
 
 def choose_num_splits(num_seqs: int, num_kv_heads: int, workspace: DecodeWorkspace) -> int:
-    """Splits per (sequence, KV head) for a batch of this size: the host's only decision, frozen at graph capture."""
-    num_items = num_seqs * num_kv_heads
-    if num_items >= workspace.target_programs:
-        return 1
-    return min(-(-workspace.target_programs // num_items), workspace.max_splits)
+    """Splits per (sequence, KV head) at most: the host's only decision, frozen at graph capture.
+
+    Rounded down, so that all programs run at once: one more wave would cost more than the finer split gains.
+    """
+    return max(1, min(PROGRAMS_PER_SM * workspace.num_sms // (num_seqs * num_kv_heads), workspace.max_splits))
 
 
-def decode_launch_options(head_dim_pad: int, dtype: torch.dtype, block_size: int, split: bool) -> dict[str, Any]:
-    """Tile of keys, warps and pipeline depth: about 64 KiB of K and V in flight a program, three programs an SM."""
+def decode_launch_options(head_dim_pad: int, dtype: torch.dtype, block_size: int) -> dict[str, Any]:
+    """Tile of keys, warps and pipeline depth: two tiles of K and V in flight, 64 KiB a program, three programs an SM.
+
+    Larger tiles and deeper pipelines measured equal at best on an H200 (docs/performance.md), and leave fewer programs.
+    """
     if dtype == torch.float32:
-        return {"BLOCK_N": MIN_BLOCK_N, "num_warps": 4, "num_stages": 2}
-    block_n = 128 if head_dim_pad <= 128 else 64
-    if split or block_size == 64:  # few sequences: smaller tiles give more splits something to do
-        block_n = 64
-    return {"BLOCK_N": block_n, "num_warps": 4, "num_stages": 3}
+        return {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
+    block_n = max(32, min(128, 64 * 128 // head_dim_pad))
+    if block_size < block_n and block_size >= 64 and block_size & (block_size - 1) == 0:
+        block_n = block_size
+    return {"BLOCK_N": block_n, "num_warps": 4, "num_stages": 2}
 
 
 def paged_decode_triton(
@@ -248,14 +277,15 @@ def paged_decode_triton(
     block_size, num_kv_heads = k_cache.shape[1:3]
     if num_splits is None:
         num_splits = choose_num_splits(num_seqs, num_kv_heads, workspace)
-    split = num_splits > 1
-    assert not split or num_seqs * num_splits * num_heads <= workspace.partial_lse.numel()
+    num_items = num_seqs * num_kv_heads
+    assert num_splits == 1 or num_items * num_splits <= workspace.arrivals.numel()
     head_dim_pad = triton.next_power_of_2(head_dim)
-    options = decode_launch_options(head_dim_pad, q.dtype, block_size, split)
     group = num_heads // num_kv_heads
     _paged_decode_kernel[(num_kv_heads, num_seqs, num_splits)](
-        workspace.partial_out if split else out,
+        out,
+        workspace.partial_out,
         workspace.partial_lse,
+        workspace.arrivals,
         q,
         k_cache,
         v_cache,
@@ -263,6 +293,7 @@ def paged_decode_triton(
         block_table,
         scale * LOG2_E,
         num_splits,
+        1 if num_items < workspace.num_sms else MIN_TILES_PER_SPLIT,
         window if window is not None else 0,
         out.stride(0),
         q.stride(0),
@@ -276,33 +307,10 @@ def paged_decode_triton(
         HEAD_DIM_PAD=head_dim_pad,
         PAGE=block_size,
         HAS_WINDOW=window is not None,
-        SPLIT=split,
+        SPLIT=num_splits > 1,
+        MERGE_SPLITS=MERGE_SPLITS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **options,
-    )
-    if split:
-        _merge_splits(seq_lens, window, out, workspace, num_splits, options["BLOCK_N"])
-
-
-def _merge_splits(
-    seq_lens: Tensor, window: int | None, out: Tensor, workspace: DecodeWorkspace, num_splits: int, block_n: int
-) -> None:
-    """Launch the kernel that turns the workspace's partial results into out."""
-    num_heads, head_dim = out.shape[1:]
-    _merge_splits_kernel[(num_heads, seq_lens.shape[0])](
-        out,
-        workspace.partial_out,
-        workspace.partial_lse,
-        seq_lens,
-        num_splits,
-        window if window is not None else 0,
-        out.stride(0),
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
-        BLOCK_N=block_n,
-        BLOCK_S=16,
-        HAS_WINDOW=window is not None,
-        num_warps=4,
+        **decode_launch_options(head_dim_pad, q.dtype, block_size),
     )
 
 

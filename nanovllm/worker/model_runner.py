@@ -34,6 +34,7 @@ from nanovllm.worker.logits import LogitsMasks
 from nanovllm.worker.output_ring import OutputRing, PendingOutput
 from nanovllm.worker.persistent_batch import PersistentBatch
 from nanovllm.worker.platform import resolve_device, resolve_dtype
+from nanovllm.worker.warmup import KernelWarmup, model_calls, step_calls
 
 logger = logging.getLogger("nanovllm")
 
@@ -79,6 +80,7 @@ class ModelRunner:
         self.memory = GpuMemory(self.device, config.gpu_memory_utilization) if self.is_cuda else None
         self.graphs: CudaGraphs | None = None
         with torch.cuda.stream(self.stream), torch.no_grad():
+            self.warmup = KernelWarmup(self.device, self.stream)
             for phase in (self._build_model, self._build_batch, self._allocate_kv_cache, self._capture_graphs):
                 started = time.perf_counter()
                 phase()
@@ -93,6 +95,7 @@ class ModelRunner:
 
     def _build_model(self) -> None:
         config, model_config = self.config, self.model_config
+        self.warmup.start(model_calls(model_config, self.dtype, self.device))
         self.backend = choose_backend(
             config.attention_backend,
             AttentionSpec(
@@ -109,6 +112,7 @@ class ModelRunner:
         )
         self.block_size = config.kvcache_block_size = self.backend.block_size
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
+        self.warmup.start(step_calls(model_config, self.dtype, self.device, self.backend, config.max_num_seqs))
         self.model = build_model(model_config, self.backend, self.dtype, self.device)
         if config.load_format == "dummy":
             initialize_dummy_weights(self.model, config.seed)
@@ -129,6 +133,7 @@ class ModelRunner:
         self.sampler = Sampler(model_config.vocab_size, config.max_num_seqs, self.device)
         self.masks = LogitsMasks(self.device)
         self.outputs = OutputRing(config.max_num_seqs, self.device, self.stream, num_slots)
+        self.warmup.wait()
 
     def _allocate_kv_cache(self) -> None:
         config, memory = self.config, self.memory

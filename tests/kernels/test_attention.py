@@ -127,19 +127,14 @@ def skip_interpreted_bfloat16(device: str, dtype: torch.dtype) -> None:
 
 def run_decode(step: Step, window: int | None, num_splits: int | None) -> Tensor:
     num_heads, head_dim = step.q.shape[1:]
-    workspace = make_decode_workspace(num_heads, step.k_cache.shape[2], head_dim, 4096, step.q.device)
+    num_kv_heads = step.k_cache.shape[2]
+    num_programs = len(step.chunks) * num_kv_heads * num_splits if num_splits is not None else None
+    workspace = make_decode_workspace(num_heads, num_kv_heads, head_dim, 4096, step.q.device, num_programs)
     out = torch.full(step.q.shape, float("nan"), dtype=step.q.dtype, device=step.q.device)
     meta = step.metadata
     args = (step.q, step.k_cache, step.v_cache, meta.seq_lens, meta.block_table, step.scale, window, out)
-    if num_splits is not None and not step.q.is_cuda:  # the interpreter's workspace is sized for few programs
-        rows = len(step.chunks) * num_splits * num_heads
-        workspace = type(workspace)(
-            step.q.new_empty(rows * head_dim, dtype=torch.float32),
-            step.q.new_empty(rows, dtype=torch.float32),
-            workspace.target_programs,
-            workspace.max_splits,
-        )
     paged_decode_triton(*args, workspace, num_splits)
+    assert not workspace.arrivals.any()  # ready for the next launch
     return out
 
 
@@ -243,8 +238,7 @@ def test_splits_fit_the_workspace_at_every_batch_size(num_kv_heads: int) -> None
     workspace = make_decode_workspace(16, num_kv_heads, 64, 1 << 20, "cpu")
     for num_seqs in range(1, 64):
         splits = choose_num_splits(num_seqs, num_kv_heads, workspace)
-        assert splits == 1 or num_seqs * splits * 16 <= workspace.partial_lse.numel()
-        assert splits == 1 or num_seqs * num_kv_heads < workspace.target_programs
+        assert splits == 1 or num_seqs * splits * num_kv_heads <= workspace.arrivals.numel()
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 1000])
