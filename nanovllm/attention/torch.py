@@ -8,10 +8,12 @@ tensors, for CUDA graphs capture it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.attention import AttentionMetadata, AttentionSpec, choose_block_size
@@ -21,6 +23,8 @@ MAX_GROUP_SEQS = 8  # decodes of similar length share a call
 MIN_LENGTH_RATIO = 0.75  # of the shortest in a group to its longest: how much padding is worth a call less
 QUERY_CHUNK = 512  # query rows that share one mask
 MAX_PADDED_KEYS = 1 << 18  # on a CUDA device, keys gathered at once
+# On a CUDA device. Not cuDNN's, torch's first choice on Hopper: it plans anew, for some 30 ms, at every new length.
+SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -66,14 +70,13 @@ class TorchBackend:
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if metadata.num_decode_tokens > 0:
-            if q.is_cuda:
-                _decode_on_device(q, k_cache, v_cache, metadata, scale, window, out)
-            else:
-                self._decode(q, k_cache, v_cache, metadata, scale, window, out)
-        if metadata.num_seqs > metadata.num_decode_tokens:
-            for prompt in _plan_prompts(metadata, k_cache.shape[1]):
-                _prompt_attention(prompt, q, k_cache, v_cache, scale, window, out)
+        with sdpa_kernel(SDPA_KERNELS) if q.is_cuda else nullcontext():
+            if metadata.num_decode_tokens > 0:
+                decode = _decode_on_device if q.is_cuda else self._decode
+                decode(q, k_cache, v_cache, metadata, scale, window, out)
+            if metadata.num_seqs > metadata.num_decode_tokens:
+                for prompt in _plan_prompts(metadata, k_cache.shape[1]):
+                    _prompt_attention(prompt, q, k_cache, v_cache, scale, window, out)
         return out
 
     def _decode(
@@ -225,9 +228,10 @@ def _decode_on_device(
         visible = indices < lens  # [N, keys]
         blocks = metadata.block_table[start:end, :num_blocks].long().flatten()
         shape = (end - start, num_blocks * block_size, num_kv_heads, head_dim)
-        keys = k_cache[blocks].view(shape).transpose(1, 2)  # [N, KH, keys, D]
-        # A stale page may hold NaN, and zero times NaN is NaN.
-        values = v_cache[blocks].view(shape).masked_fill(~visible[:, :, None, None], 0).transpose(1, 2)
+        # A stale page may hold NaN, and neither a score less infinity nor a probability of zero undoes that.
+        is_stale = ~visible[:, :, None, None]
+        keys = k_cache[blocks].view(shape).masked_fill_(is_stale, 0).transpose(1, 2)  # [N, KH, keys, D]
+        values = v_cache[blocks].view(shape).masked_fill_(is_stale, 0).transpose(1, 2)
         if window is not None:
             visible = visible & (indices >= lens - window)
         queries = q[start:end].unflatten(1, (num_kv_heads, -1))  # [N, KH, G, D]

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels._triton import tl, triton
+from nanovllm.kernels.device import dependent_launch, device_of
 
 _ELEMENTS = 1024  # a program's tile, at least: 4 warps of 16-byte loads
 _ELEMENTS_LARGE = 4096  # the same where there are programs enough to fill any card many times over
-_LARGE_BATCH_ELEMENTS = 4_000_000
+LARGE_BATCH_ELEMENTS = 4_000_000
 
 
 @triton.jit(do_not_specialize=["num_tokens", "eps"])
@@ -33,12 +34,17 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     mask = (rows < num_tokens) & (columns < HIDDEN)
     dtype = out_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0).to(tl.float32)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual_ptrs = residual_ptr + rows * residual_stride + columns
@@ -56,7 +62,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
         raise ValueError(f"rms_norm: rows must be contiguous and shapes equal, got x {tuple(x.shape)} {x.stride()}")
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block = 1 << (hidden - 1).bit_length()
-    rows = max((_ELEMENTS_LARGE if num_tokens * hidden >= _LARGE_BATCH_ELEMENTS else _ELEMENTS) // block, 1)
+    rows = max((_ELEMENTS_LARGE if num_tokens * hidden >= LARGE_BATCH_ELEMENTS else _ELEMENTS) // block, 1)
     _rms_norm_kernel[(-(-num_tokens // rows),)](
         x,
         x if residual is None else residual,
@@ -71,6 +77,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
         ROWS=rows,
         BLOCK=block,
         num_warps=4 if block < 4096 else 8 if block < 16384 else 16,
+        **dependent_launch(device_of(x.device)),
     )
     return out
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels._triton import tl, triton
+from nanovllm.kernels.device import dependent_launch, device_of
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 128
@@ -38,7 +39,7 @@ def _key_range(seq_len, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr)
     return first, (seq_len + BLOCK_N - 1) // BLOCK_N
 
 
-@triton.jit(do_not_specialize=["num_splits", "min_tiles", "window"])
+@triton.jit(do_not_specialize=["num_splits", "min_tiles", "window", "stride_table"])
 def _paged_decode_kernel(
     out_ptr,  # [B, H, D]
     partial_ptr,  # float32 [B, KH, num_splits, GROUP, D], with SPLIT only, like the next two
@@ -73,7 +74,11 @@ def _paged_decode_kernel(
     SPLIT: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     split = tl.program_id(2)
@@ -220,8 +225,7 @@ def make_decode_workspace(
 
     num_programs: room for so many instead, for a caller that chooses the splits itself.
     """
-    on_gpu = torch.device(device).type == "cuda"
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+    num_sms = device_of(torch.device(device)).num_sms
     if num_programs is None:
         num_programs = PROGRAMS_PER_SM * num_sms
     num_rows = num_programs * (num_heads // num_kv_heads)
@@ -243,7 +247,7 @@ def choose_num_splits(num_seqs: int, num_kv_heads: int, workspace: DecodeWorkspa
 
 
 def decode_launch_options(head_dim_pad: int, dtype: torch.dtype, block_size: int) -> dict[str, Any]:
-    """Tile of keys, warps and pipeline depth: two tiles of K and V in flight, 64 KiB a program, three programs an SM.
+    """Tile of keys, warps and pipeline depth: two tiles of K in flight, 38 KiB a program at head_dim 128.
 
     Larger tiles and deeper pipelines measured equal at best on an H200 (docs/performance.md), and leave fewer programs.
     """
@@ -311,6 +315,7 @@ def paged_decode_triton(
         MERGE_SPLITS=MERGE_SPLITS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **decode_launch_options(head_dim_pad, q.dtype, block_size),
+        **dependent_launch(device_of(q.device)),
     )
 
 

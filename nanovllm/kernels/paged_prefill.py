@@ -10,13 +10,13 @@ Softmax is online and in base 2 (FlashAttention-2, Dao, 2023); blocks that every
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels._triton import tl, triton
+from nanovllm.kernels.device import device_of
 from nanovllm.kernels.paged_decode import LOG2_E
 
 
@@ -110,7 +110,11 @@ def _attend_blocks(
     return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window"])
+# Behind a step's decodes these three start anywhere: one compilation must serve whatever their alignment.
+@triton.jit(
+    do_not_specialize=["num_seqs", "window", "stride_table"],
+    do_not_specialize_on_alignment=["cu_seqlens_ptr", "seq_lens_ptr", "block_table_ptr"],
+)
 def _paged_prefill_kernel(
     out_ptr,  # [T, H, D]
     q_ptr,  # [T, H, D]
@@ -223,15 +227,6 @@ def prefill_launch_options(
     }
 
 
-@lru_cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may ask for on this device."""
-    if device.type != "cuda":
-        return 99 << 10
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-
-
 def paged_prefill_triton(
     q: Tensor,
     k_cache: Tensor,
@@ -254,7 +249,7 @@ def paged_prefill_triton(
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     head_dim_pad = triton.next_power_of_2(head_dim)
-    options = prefill_launch_options(head_dim_pad, group, q.dtype, _shared_memory(q.device))
+    options = prefill_launch_options(head_dim_pad, group, q.dtype, device_of(q.device).shared_memory)
     num_tiles = (q.shape[0] - first_token) // (options["BLOCK_M"] // group) + num_seqs
     _paged_prefill_kernel[(num_kv_heads, num_tiles)](
         out,

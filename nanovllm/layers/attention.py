@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.attention import AttentionBackend, AttentionMetadata
+from nanovllm.kernels.decode_linear import ResidualStream, linear_residual, norm_linear
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.norm import RMSNorm
@@ -59,8 +60,27 @@ class Attention(nn.Module):
     def forward(
         self, positions: Tensor, hidden: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata
     ) -> Tensor:
+        return self.o_proj(self._attend(positions, self.qkv_proj(hidden), kv_cache, metadata))
+
+    def decode(
+        self,
+        positions: Tensor,
+        stream: ResidualStream,
+        norm: RMSNorm,
+        next_norm: RMSNorm,
+        kv_cache: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+    ) -> None:
+        """norm and projections in two launches beside attention's own; adds to the stream."""
+        qkv = norm_linear(stream, norm.weight, norm.eps, self.qkv_proj.weight, self.qkv_proj.bias)
+        attended = self._attend(positions, qkv, kv_cache, metadata)
+        linear_residual(attended, self.o_proj.weight, self.o_proj.bias, stream, next_norm.weight)
+
+    def _attend(
+        self, positions: Tensor, qkv: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata
+    ) -> Tensor:
+        """qkv [T, (H + 2 * KH) * D], changed in place -> [T, H * D]."""
         k_cache, v_cache = kv_cache  # [num_blocks, block_size, KH, D] each
-        qkv = self.qkv_proj(hidden)  # [T, (H + 2 * KH) * D]
         has_norm = self.qk_norm_eps is not None
         qk_norm_rope_store(
             qkv,
@@ -88,4 +108,4 @@ class Attention(nn.Module):
             self.scale,
             self.window,
         )  # [T, H, D]
-        return self.o_proj(attended.flatten(1))
+        return attended.flatten(1)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.decode_linear import ResidualStream, linear_residual, norm_linear
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.norm import RMSNorm
 
 
 class MLP(nn.Module):
@@ -27,3 +29,9 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)  # [T, 2 * intermediate]
         return self.down_proj(silu_and_mul(gate_up))
+
+    def decode(self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm) -> None:
+        """norm, gate and up, activation, down, in two launches; adds to the stream. See `kernels/decode_linear.py`."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        inner = norm_linear(stream, norm.weight, norm.eps, gate_up.weight, gate_up.bias, silu=True)
+        linear_residual(inner, down.weight, down.bias, stream, next_norm.weight)

@@ -8,10 +8,15 @@ capture.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from nanovllm.attention import AttentionBackend, AttentionMetadata
+from nanovllm.kernels.decode_linear import LinearWorkspace, ResidualStream, is_fused
+from nanovllm.kernels.decode_linear_config import Kind, fused_rows
+from nanovllm.kernels.device import device_of
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import Embedding, LMHead
 from nanovllm.layers.mlp import MLP
@@ -68,6 +73,19 @@ class Qwen3DecoderLayer(nn.Module):
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(hidden), residual
 
+    def decode(
+        self,
+        positions: Tensor,
+        stream: ResidualStream,
+        next_norm: RMSNorm,
+        kv_cache: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+    ) -> None:
+        """The same for a step of few decodes on a GPU, with norms and additions joined to the products."""
+        after = self.post_attention_layernorm
+        self.self_attn.decode(positions, stream, self.input_layernorm, after, kv_cache, metadata)
+        self.mlp.decode(stream, after, next_norm)
+
 
 class Qwen3Model(nn.Module):
     """Embedding, layers, final norm."""
@@ -82,6 +100,16 @@ class Qwen3Model(nn.Module):
             Qwen3DecoderLayer(config, window, cos_sin, backend, dtype, device) for window in config.layer_windows
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.workspace = LinearWorkspace.allocate(device) if device.type == "cuda" else None
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        hidden, inner = config.hidden_size, config.intermediate_size
+        products: list[tuple[Kind, int, int]] = [
+            ("norm", (heads + 2 * kv_heads) * head_dim, hidden),
+            ("residual", hidden, heads * head_dim),
+            ("norm_silu", 2 * inner, hidden),
+            ("residual", hidden, inner),
+        ]
+        self.max_fused_rows = fused_rows(products, device_of(device))
 
     def forward(
         self,
@@ -91,11 +119,27 @@ class Qwen3Model(nn.Module):
         metadata: AttentionMetadata,
     ) -> Tensor:
         hidden = self.embed_tokens(input_ids)  # [T, hidden]
+        is_decode = metadata.num_seqs == metadata.num_decode_tokens
+        if self.workspace is not None and is_decode and len(hidden) <= self.max_fused_rows and is_fused(hidden):
+            return self._decode(ResidualStream(hidden, self.workspace), positions, kv_caches, metadata)
         residual: Tensor | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             hidden, residual = layer(positions, hidden, residual, kv_cache, metadata)
         assert residual is not None  # a model has at least one layer
         return self.norm.add(hidden, residual)[0]
+
+    def _decode(
+        self,
+        stream: ResidualStream,
+        positions: Tensor,
+        kv_caches: list[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        layers = cast(list[Qwen3DecoderLayer], list(self.layers))
+        norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+        for layer, next_norm, kv_cache in zip(layers, norms, kv_caches, strict=True):
+            layer.decode(positions, stream, next_norm, kv_cache, metadata)
+        return self.norm(stream.residual)
 
 
 class Qwen3ForCausalLM(nn.Module):

@@ -8,6 +8,7 @@ deliberately does not choose the attention backend: attention/ probes those.
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 import torch
 
@@ -27,6 +28,15 @@ def resolve_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch sees no CUDA device; device='auto' or 'cpu' runs without one")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@cache
+def compute_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream of this process's engines on a GPU, None on the CPU.
+
+    One for all of them: cuBLAS keeps a workspace of 32 MiB for every stream it ever saw.
+    """
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def cpu_has_fast_bf16() -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,12 +19,16 @@ from torch import Tensor
 from nanovllm.attention import AttentionBackend, AttentionMetadata
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.advance import advance
-from nanovllm.kernels.norm import add_rms_norm, rms_norm
+from nanovllm.kernels.decode_linear import ResidualStream, linear_residual, norm_linear
+from nanovllm.kernels.decode_linear_config import Kind, choose_config
+from nanovllm.kernels.device import device_of
+from nanovllm.kernels.norm import LARGE_BATCH_ELEMENTS, add_rms_norm, rms_norm
 from nanovllm.kernels.prepare import prepare_inputs
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.kernels.update import scatter_updates
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
 NUM_ROWS = 16  # of scratch tensors: a multiple of 16, as Triton compiles sizes of 1 and odd ones separately
 
@@ -33,7 +38,7 @@ class KernelWarmup:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self.device, self.stream = device, stream
-        self._pool = ThreadPoolExecutor(8, "compile") if stream is not None else None
+        self._pool = ThreadPoolExecutor(12, "compile") if stream is not None else None
         self._futures: list[Future[None]] = []
 
     def start(self, calls: list[Callable[[], object]]) -> None:
@@ -62,6 +67,7 @@ def model_calls(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         return torch.zeros(shape, dtype=of, device=device)
 
     hidden, eps = config.hidden_size, config.rms_norm_eps
+    num_many = LARGE_BATCH_ELEMENTS // hidden + NUM_ROWS  # a prompt step's norm has larger tiles
 
     def sample(num_rows: int) -> None:
         sampler = Sampler(config.vocab_size, num_rows, device)
@@ -72,6 +78,7 @@ def model_calls(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         lambda: sample(128),
         lambda: rms_norm(zeros(NUM_ROWS, hidden), zeros(hidden), eps),
         lambda: add_rms_norm(zeros(NUM_ROWS, hidden), zeros(NUM_ROWS, hidden), zeros(hidden), eps),
+        lambda: add_rms_norm(zeros(num_many, hidden), zeros(num_many, hidden), zeros(hidden), eps),
         lambda: silu_and_mul(zeros(NUM_ROWS, 2 * config.intermediate_size)),
     ]
 
@@ -92,64 +99,72 @@ def step_calls(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: AttentionBackend, num_decodes: int
 ) -> list[Callable[[], object]]:
     """The kernels around the model: updates, inputs, rope and store, a decode of so many rows, advance."""
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    cache = torch.zeros(2, backend.block_size, kv_heads, head_dim, dtype=dtype, device=device)
+    cos_sin = torch.zeros(NUM_ROWS, head_dim, device=device)
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    block_size = backend.block_size
-    cache = torch.zeros(2, block_size, kv_heads, head_dim, dtype=dtype, device=device)
-    cos_sin = torch.zeros(NUM_ROWS, head_dim, device=device)
+    def slots(num_tokens: int) -> Tensor:
+        return torch.zeros(num_tokens, dtype=torch.int64, device=device)
+
+    def qkv(num_tokens: int) -> Tensor:
+        return torch.zeros(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
 
     def rope() -> None:
         weight = torch.ones(head_dim, dtype=dtype, device=device) if config.qk_norm else None
-        qkv = torch.zeros(NUM_ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
-        slots = torch.zeros(NUM_ROWS, dtype=torch.int64, device=device)
-        eps, position = config.rms_norm_eps, ints(NUM_ROWS)
         qk_norm_rope_store(
-            qkv,
-            weight,
-            weight,
-            eps,
-            cos_sin,
-            position,
-            slots,
-            cache,
-            cache,
-            heads,
-            kv_heads,
-            head_dim,
-            backend.needs_rotated_k,
-        )
+            qkv(NUM_ROWS), weight, weight, config.rms_norm_eps, cos_sin, ints(NUM_ROWS), slots(NUM_ROWS), cache, cache,
+            heads, kv_heads, head_dim, backend.needs_rotated_k,
+        )  # fmt: skip
 
     def decode() -> None:
-        q = torch.zeros(num_decodes, heads + 2 * kv_heads, head_dim, dtype=dtype, device=device)
+        q, k, v = qkv(num_decodes).unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
+        starts = torch.arange(num_decodes + 1, dtype=torch.int32, device=device)
         metadata = AttentionMetadata(
-            torch.arange(num_decodes + 1, dtype=torch.int32, device=device), ints(num_decodes) + 1,
-            ints(num_decodes, NUM_ROWS), torch.zeros(num_decodes, dtype=torch.int64, device=device), 1, 1,
-            num_decodes, False,
-        )  # fmt: skip
-        k, v = q[:, heads : heads + kv_heads], q[:, heads + kv_heads :]
+            starts, ints(num_decodes) + 1, ints(num_decodes, NUM_ROWS), slots(num_decodes), 1, 1, num_decodes, False
+        )
         for window in dict.fromkeys(config.layer_windows):
-            backend.forward(q[:, :heads], k, v, cache, cache, metadata, 1.0, window)
+            backend.forward(q, k, v, cache, cache, metadata, 1.0, window)
 
     def prepare(max_query_len: int) -> None:
-        slots = torch.zeros(NUM_ROWS, dtype=torch.int64, device=device)
-        tables, outs = ints(NUM_ROWS, NUM_ROWS), [ints(NUM_ROWS) for _ in range(3)]
-        rows, cu_seqlens_q = ints(NUM_ROWS), ints(NUM_ROWS + 1)
         prepare_inputs(
-            rows, cu_seqlens_q, ints(NUM_ROWS, 64), ints(NUM_ROWS), tables, block_size, max_query_len,
-            outs[0], outs[1], slots, outs[2], ints(NUM_ROWS, NUM_ROWS),
+            ints(NUM_ROWS), ints(NUM_ROWS + 1), ints(NUM_ROWS, 64), ints(NUM_ROWS), ints(NUM_ROWS, NUM_ROWS),
+            backend.block_size, max_query_len, ints(NUM_ROWS), ints(NUM_ROWS), slots(NUM_ROWS), ints(NUM_ROWS),
+            ints(NUM_ROWS, NUM_ROWS),
         )  # fmt: skip
 
-    counts = ints(3, NUM_ROWS)
-    return [
-        rope,
-        decode,
-        lambda: prepare(1),
-        lambda: prepare(64),
-        lambda: scatter_updates(ints(64), ints(64), 1, 1),
-        lambda: advance(
-            ints(NUM_ROWS), ints(NUM_ROWS + 1), NUM_ROWS, ints(NUM_ROWS), ints(NUM_ROWS, 64), counts[0], counts[1]
-        ),
-    ]
+    def move_on() -> None:
+        starts, counts = ints(NUM_ROWS + 1), ints(2, NUM_ROWS)
+        advance(ints(NUM_ROWS), starts, NUM_ROWS, ints(NUM_ROWS), ints(NUM_ROWS, 64), counts[0], counts[1])
+
+    updates = partial(scatter_updates, ints(64), ints(64), 1, 1)
+    return [rope, decode, partial(prepare, 1), partial(prepare, 64), updates, move_on]
+
+
+def product_calls(model: Qwen3ForCausalLM, dtype: torch.dtype, sizes: list[int]) -> list[Callable[[], object]]:
+    """The products of a decode step, once for each set of tiles that the batch sizes `sizes` use."""
+    layer, workspace = model.model.layers[0], model.model.workspace
+    assert isinstance(layer, Qwen3DecoderLayer)
+    if workspace is None or dtype == torch.float32:
+        return []
+    qkv, o = layer.self_attn.qkv_proj.weight, layer.self_attn.o_proj.weight
+    gate_up, down = layer.mlp.gate_up_proj.weight, layer.mlp.down_proj.weight
+    norm, device = layer.input_layernorm, device_of(qkv.device)
+
+    def run(num_rows: int) -> None:
+        stream = ResidualStream(torch.zeros(num_rows, qkv.shape[1], dtype=dtype, device=qkv.device), workspace)
+        norm_linear(stream, norm.weight, norm.eps, qkv, layer.self_attn.qkv_proj.bias)
+        for weight, bias in ((o, layer.self_attn.o_proj.bias), (down, layer.mlp.down_proj.bias)):
+            x = torch.zeros(num_rows, weight.shape[1], dtype=dtype, device=qkv.device)
+            linear_residual(x, weight, bias, stream, norm.weight)
+            norm_linear(stream, norm.weight, norm.eps, qkv, layer.self_attn.qkv_proj.bias)
+            norm_linear(stream, norm.weight, norm.eps, gate_up, layer.mlp.gate_up_proj.bias, silu=True)
+
+    first: dict[tuple[object, ...], int] = {}
+    kinds: list[tuple[Kind, Tensor]] = [("norm", qkv), ("residual", o), ("norm_silu", gate_up), ("residual", down)]
+    for size in (size for size in sizes if size <= model.model.max_fused_rows):
+        tiles = (choose_config(kind, size, weight.shape[0], weight.shape[1], device) for kind, weight in kinds)
+        first.setdefault(tuple(tiles), size)
+    return [partial(run, size) for size in first.values()]

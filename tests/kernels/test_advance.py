@@ -68,3 +68,9 @@ def test_nothing_to_do(kernel_device: str, run: Any) -> None:
     run(**step)
     run(**{**step, "rows": step["rows"][:0], "cu_seqlens_q": step["cu_seqlens_q"][:1]})
     assert torch.equal(step["token_ids"], before[0]) and torch.equal(step["num_tokens"], before[1])
+
+
+@pytest.mark.gpu(seconds=2)
+def test_real_step() -> None:
+    for num_rows in (1, 100, 512):
+        test_against_the_rule("cuda", advance, num_rows)

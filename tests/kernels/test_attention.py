@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.attention import AttentionMetadata, AttentionSpec, choose_backend
+from nanovllm.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    BackendUnavailable,
+    choose_backend,
+    flash,
+)
 from nanovllm.kernels.paged_decode import (
     choose_num_splits,
     make_decode_workspace,
@@ -38,27 +45,32 @@ class Step:
         seed: int = 0,
         poison: bool = True,
     ) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)  # on the device: a GPU's caches are large
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
         query_lens, seq_lens = [c[0] for c in chunks], [c[1] for c in chunks]
         blocks_per_seq = [-(-n // block_size) for n in seq_lens]
         num_blocks = sum(blocks_per_seq) + 3
-        order = torch.randperm(num_blocks - 1, generator=generator) + 1
+        order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1
         # Entries behind the last block are garbage that no kernel may follow; here they point at poisoned blocks.
         table = torch.full((len(chunks), max(blocks_per_seq) + 1), int(order[-1]), dtype=torch.int32)
-        taken = 0
-        k_cache = torch.full((num_blocks, block_size, num_kv_heads, head_dim), float("nan") if poison else 0.0)
-        v_cache = k_cache.clone()
+        taken, slots = 0, []
         for b, (count, seq_len) in enumerate(zip(blocks_per_seq, seq_lens, strict=True)):
             blocks = order[taken : taken + count]
             taken += count
             table[b, :count] = blocks.int()
-            slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:seq_len]
-            shape = (seq_len, num_kv_heads, head_dim)
-            k_cache.view(-1, num_kv_heads, head_dim)[slots] = torch.randn(shape, generator=generator)
-            v_cache.view(-1, num_kv_heads, head_dim)[slots] = torch.randn(shape, generator=generator)
-        qkv = torch.randn(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, generator=generator)
-        self.k_cache, self.v_cache = k_cache.to(device, dtype), v_cache.to(device, dtype)
-        self.q, self.k, self.v = qkv.to(device, dtype).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+            slots.append((blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:seq_len])
+        used = torch.cat(slots).to(device)
+        cache_shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
+        self.k_cache, self.v_cache = torch.full(
+            cache_shape, float("nan") if poison else 0.0, dtype=dtype, device=device
+        )
+        for cache in (self.k_cache, self.v_cache):
+            cache.flatten(0, 1)[used] = randn(len(used), num_kv_heads, head_dim)
+        qkv = randn(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim)
+        self.q, self.k, self.v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         self.scale = head_dim**-0.5
         self.chunks, self.table = chunks, table
         self.metadata = AttentionMetadata(
@@ -112,8 +124,8 @@ class Step:
             windows=windows,
         )
 
-    def check(self, out: Tensor, window: int | None, rows: slice = slice(None)) -> None:
-        tolerance = TOLERANCE[self.q.dtype]
+    def check(self, out: Tensor, window: int | None, rows: slice = slice(None), tolerance: float | None = None) -> None:
+        tolerance = tolerance or TOLERANCE[self.q.dtype]
         torch.testing.assert_close(out[rows].double(), self.expected(window)[rows], atol=tolerance, rtol=tolerance)
 
     def forward(self, backend, window: int | None = None) -> Tensor:
@@ -275,7 +287,6 @@ def test_choice_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_broken_package_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a package raises at import or in a call becomes a reason."""
-    from nanovllm.attention import BackendUnavailable, flash
 
     class Broken(types.ModuleType):
         def __getattr__(self, name: str) -> object:
@@ -345,8 +356,6 @@ class CallLikeReference:
 
 @pytest.mark.parametrize("version", [3, 4, 2])
 def test_flash_packages_are_called_right(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    from nanovllm.attention import flash
-
     flash_attn = types.ModuleType("flash_attn")
     flash_attn.flash_attn_varlen_func = CallLikeReference.version_2
     cute = types.ModuleType("flash_attn.cute")
@@ -366,69 +375,97 @@ def test_flash_packages_are_called_right(monkeypatch: pytest.MonkeyPatch, versio
 
 # On a GPU, at real shapes
 
-CHUNKS_ON_GPU = {
-    1: [(700, 700)],
-    7: [(1, 600), (1, 5000), (1, 33), (300, 300), (128, 2000), (1, 1), (17, 1040)],
-    256: [(1, 1 + 9 * i) for i in range(200)] + [(2 + i, 2 + 2 * i) for i in range(56)],
+CHUNKS_ON_GPU = {  # (query length, sequence length), and how many of them are decodes
+    "prompt": ([(700, 700)], 0),
+    "decode": ([(1, 5000)], 1),  # more splits than the merge takes at a time
+    "mixed": ([(1, 600), (1, 5000), (1, 33), (300, 300), (128, 2000), (1, 1), (17, 1040)], 3),
+    "large": ([(1, 1 + 5 * i) for i in range(200)] + [(2 + i, 2 + 2 * i) for i in range(56)], 200),
 }
-BACKENDS = ["triton", "flash-attn 2", "flash-attn 3", "flash-attn 4", "torch"]
+# (dtype, query heads, KV heads, head_dim, block size): every dtype, head_dim, group size and way to read pages once
+CASES_ON_GPU = [
+    (torch.bfloat16, 16, 8, 128, 128),
+    (torch.float16, 14, 2, 64, 16),
+    (torch.float32, 16, 4, 128, 128),
+    (torch.bfloat16, 8, 1, 256, 64),
+    (torch.float16, 4, 4, 80, 128),
+    (torch.bfloat16, 6, 2, 96, 32),
+    (torch.float32, 4, 2, 80, 48),
+]
+WINDOWS = (None, 300)
 
 
-def build_on_gpu(name: str, spec: AttentionSpec):
-    """The backend, or a skip where its package is not installed or has no kernel for this head_dim."""
-    from nanovllm.attention import BackendUnavailable, flash
+def spec_on_gpu(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads, num_kv_heads, head_dim, dtype, torch.device("cuda"), 512, 32768, block_size, frozenset(WINDOWS)
+    )
 
-    if not name.startswith("flash"):
-        return choose_backend(name, spec)
-    package = next(p for p in flash._PACKAGES if p.label == name)
+
+def check_on_gpu(backend: AttentionBackend, spec: AttentionSpec, tolerance: float | None = None) -> None:
+    """All batches, with cached prefixes and with whole prompts only (which may take another path)."""
+    for chunks, num_decodes in CHUNKS_ON_GPU.values():
+        fresh = chunks[:num_decodes] + [(q, q) for q, _ in chunks[num_decodes:]]
+        for batch in [chunks] if fresh == chunks else [chunks, fresh]:
+            step = Step(
+                batch, num_decodes, spec.num_heads, spec.num_kv_heads, spec.head_dim, backend.block_size, spec.dtype,
+                "cuda",
+            )  # fmt: skip
+            for window in WINDOWS:
+                step.check(step.forward(backend, window), window, tolerance=tolerance)
+
+
+@pytest.mark.gpu(seconds=11)
+@pytest.mark.parametrize("case", CASES_ON_GPU, ids=lambda case: "-".join(map(str, case)))
+def test_triton_on_gpu(case: tuple[torch.dtype, int, int, int, int]) -> None:
+    spec = spec_on_gpu(*case)
+    check_on_gpu(choose_backend("triton", spec), spec)
+
+
+@pytest.mark.gpu(seconds=10)
+def test_torch_on_gpu() -> None:
+    for case in (CASES_ON_GPU[0], CASES_ON_GPU[4], CASES_ON_GPU[6]):
+        spec = spec_on_gpu(*case)
+        # torch's kernel for float32 multiplies in three passes of TF32.
+        check_on_gpu(choose_backend("torch", spec), spec, 5e-5 if spec.dtype == torch.float32 else None)
+
+
+@pytest.mark.gpu(seconds=1)  # where there is none
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_flash_attn_on_gpu(version: int) -> None:
+    package = next(p for p in flash._PACKAGES if p.label == f"flash-attn {version}")
     try:
-        return flash._build_on(package, spec)
-    except BackendUnavailable as error:
-        pytest.skip(str(error))
+        package.load()
+    except Exception as error:  # a package can be broken in any way
+        pytest.skip(f"{package.label}: {error}")
+    built = 0
+    for dtype, num_heads, num_kv_heads, head_dim, _ in CASES_ON_GPU:
+        if dtype == torch.float32:
+            continue
+        spec = spec_on_gpu(dtype, num_heads, num_kv_heads, head_dim, package.default_block_size)
+        try:
+            backend = flash._build_on(package, spec)
+        except BackendUnavailable:  # no kernel for this head_dim
+            continue
+        built += 1
+        check_on_gpu(backend, spec)
+    assert built > 0
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("batch", [1, 7, 256])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_backends_on_gpu(name: str, head_dim: int, batch: int, dtype: torch.dtype) -> None:
-    if name.startswith("flash") and dtype == torch.float32:
-        pytest.skip("flash-attn has no float32")
-    block_size = 256 if name == "flash-attn 2" else 128
-    chunks = CHUNKS_ON_GPU[batch]
-    num_decodes = {1: 0, 7: 3, 256: 200}[batch]
-    for cached in (True, False):
-        if not cached:  # only whole prompts: the path for fresh prompts
-            chunks = chunks[:num_decodes] + [(q, q) for q, _ in chunks[num_decodes:]]
-        step = Step(chunks, num_decodes, 16, 8, head_dim, block_size, dtype, "cuda")
-        backend = build_on_gpu(name, step.spec(windows=frozenset({None, 300})))
-        for window in (None, 300):
-            step.check(step.forward(backend, window), window)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 7, 256])
-@pytest.mark.parametrize("name", ["triton", "torch"])
-def test_graph_replays_with_other_lengths(name: str, batch: int) -> None:
-    """Captured at the largest length, replayed at shorter ones."""
-    lens = [2000 - 7 * i for i in range(batch)]
-    step = Step([(1, n) for n in lens], batch, 16, 8, 128, 128, torch.bfloat16, "cuda")
-    backend = choose_backend(name, step.spec())
-    step.metadata.max_seqlen_k = 2000
-    step.forward(backend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step.forward(backend)
-    for shorter in (0, 100, 183):
-        step.chunks = [(1, n - shorter) for n in lens]
-        step.metadata.seq_lens.copy_(torch.tensor([n - shorter for n in lens], dtype=torch.int32))
-        graph.replay()
-        torch.cuda.synchronize()
-        step.check(out, None)
-
-
-@pytest.mark.gpu
-def test_auto_on_gpu_never_fails() -> None:
-    spec = Step(DECODES, 4, dtype=torch.bfloat16, device="cuda").spec(block_size=128)
-    assert choose_backend("auto", spec).name in ("flash_attn", "triton")
+@pytest.mark.gpu(seconds=8)
+@pytest.mark.parametrize("name", ["auto", "torch"])
+def test_graph_replays_with_other_lengths(name: str) -> None:
+    """Captured at the largest length, replayed at shorter ones. "auto" always finds a backend."""
+    spec = spec_on_gpu(torch.bfloat16, 16, 8, 128, 128)
+    backend = choose_backend(name, spec)
+    assert backend.name in (["torch"] if name == "torch" else ["flash_attn", "triton"])
+    for batch in (1, 7, 256):
+        lens = [2000 - 7 * i for i in range(batch)]
+        step = Step([(1, n) for n in lens], batch, 16, 8, 128, backend.block_size, torch.bfloat16, "cuda")
+        step.forward(backend)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step.forward(backend)
+        for shorter in (0, 100, 183):
+            step.chunks = [(1, n - shorter) for n in lens]
+            step.metadata.seq_lens.copy_(torch.tensor([n - shorter for n in lens], dtype=torch.int32))
+            graph.replay()
+            step.check(out, None)

@@ -90,15 +90,17 @@ def test_rows_that_are_not_contiguous_are_refused(kernel_device: str) -> None:
         rms_norm_triton(x, x.new_ones(64), EPS)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("hidden", [1024, 4096])
-@pytest.mark.parametrize("num_tokens", [1, 7, 256, 512, 16384])
-def test_real_shapes(num_tokens: int, hidden: int, dtype: torch.dtype) -> None:
-    x, residual = torch.randn(2, num_tokens, hidden, device="cuda").to(dtype)
-    weight = torch.randn(hidden, device="cuda").to(dtype)
-    assert_close(rms_norm(x, weight, EPS), rms_norm_reference(x.float(), weight.float(), EPS), dtype)
-    total = x + residual
-    normed, _ = add_rms_norm(x, residual, weight, EPS)
-    assert torch.equal(residual, total)
-    assert_close(normed, rms_norm_reference(total.float(), weight.float(), EPS), dtype)
+@pytest.mark.gpu(seconds=6)
+@pytest.mark.parametrize(
+    ("hidden", "dtype"), [(1024, torch.bfloat16), (4096, torch.bfloat16), (1024, torch.float16), (4096, torch.float32)],
+    ids=str,
+)  # fmt: skip
+def test_real_shapes(hidden: int, dtype: torch.dtype) -> None:
+    for num_tokens in (1, 7, 512, 16384):
+        x, residual = torch.randn(2, num_tokens, hidden, device="cuda").to(dtype)
+        weight = torch.randn(hidden, device="cuda").to(dtype)
+        assert_close(rms_norm(x, weight, EPS), rms_norm_reference(x.float(), weight.float(), EPS), dtype)
+        total = x + residual
+        normed, _ = add_rms_norm(x, residual, weight, EPS)
+        assert torch.equal(residual, total)
+        assert_close(normed, rms_norm_reference(total.float(), weight.float(), EPS), dtype)

@@ -114,18 +114,21 @@ def test_row_zero_may_be_longer_than_its_table(kernel: bool, request: pytest.Fix
     assert seq_lens[0] == 100 and table[0].tolist() == [0, 0]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("query_lens", [[1] * 512, [1] * 200 + [1000, 5000, 1, 777], [16_384]], ids=str)
-@pytest.mark.parametrize("block_size", [16, 128])
-def test_real_shapes(query_lens: list[int], block_size: int) -> None:
-    state = make_rows(513, 40_960, block_size, "cuda")
-    rows = (torch.randperm(512, device="cuda")[: len(query_lens)] + 1).int()
-    cu_seqlens_q = torch.tensor([0, *query_lens]).cumsum(0).to("cuda", torch.int32)
-    max_blocks = state.block_tables.shape[1]
-    outputs = make_outputs(sum(query_lens), len(query_lens), max_blocks, "cuda")
-    expected = [output.clone() for output in outputs]
-    inputs = (rows, cu_seqlens_q, state.token_ids, state.num_computed, state.block_tables, block_size, max(query_lens))
-    prepare_inputs(*inputs, *outputs)
-    prepare_inputs_reference(*inputs, *expected)
-    for output, wanted in zip(outputs, expected, strict=True):
-        assert torch.equal(output, wanted)
+@pytest.mark.gpu(seconds=6)
+def test_real_shapes() -> None:
+    for block_size in (16, 128):
+        state = make_rows(513, 40_960, block_size, "cuda")
+        max_blocks = state.block_tables.shape[1]
+        for query_lens in ([1] * 512, [1] * 200 + [1000, 5000, 1, 777], [16_384]):
+            rows = (torch.randperm(512)[: len(query_lens)] + 1).to("cuda", torch.int32)
+            cu_seqlens_q = torch.tensor([0, *query_lens]).cumsum(0).to("cuda", torch.int32)
+            outputs = make_outputs(sum(query_lens), len(query_lens), max_blocks, "cuda")
+            expected = [output.clone() for output in outputs]
+            inputs = (
+                rows, cu_seqlens_q, state.token_ids, state.num_computed, state.block_tables, block_size,
+                max(query_lens),
+            )  # fmt: skip
+            prepare_inputs(*inputs, *outputs)
+            prepare_inputs_reference(*inputs, *expected)
+            for output, wanted in zip(outputs, expected, strict=True):
+                assert torch.equal(output, wanted)

@@ -198,26 +198,37 @@ def test_strided_logits_and_no_rows(kernel_device: str) -> None:
     assert sample(logits[:0], rows[:0], **settings).shape == (0,)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 7, 256, 512])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("spread", [0.5, 4.0])
-def test_real_vocabulary(num_rows: int, dtype: torch.dtype, spread: float) -> None:
-    values = [MIXED[i % len(MIXED)] for i in range(1, num_rows + 1)]
-    settings = make_settings(values, seed=num_rows, device="cuda")
-    logits = make_logits(8, 151_936, dtype, spread=spread).cuda().repeat(num_rows // 8 + 1, 1)[:num_rows].contiguous()
-    rows = torch.arange(1, num_rows + 1, dtype=torch.int32, device="cuda")
-    workspace = SamplingWorkspace.allocate(num_rows, 151_936, "cuda")
-    actual = sample(logits, rows, **settings, workspace=workspace).clone()
-    assert torch.equal(sample(logits, rows, **settings, workspace=workspace), actual)
-    for part in range(0, num_rows, 32):
-        span = slice(part, part + 32)
-        assert_same(logits[span], rows[span], settings, actual[span], allow_rounding=True)
-    alone = torch.cat([sample_triton(logits[i : i + 1], rows[i : i + 1], **settings) for i in range(min(num_rows, 24))])
-    assert torch.equal(alone, actual[:24])
+@pytest.mark.gpu(seconds=10)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_real_vocabulary(dtype: torch.dtype) -> None:
+    for num_rows, spread in ((1, 4.0), (7, 0.5), (512, 4.0), (64, 0.5)):
+        values = [MIXED[i % len(MIXED)] for i in range(1, num_rows + 1)]
+        settings = make_settings(values, seed=num_rows, device="cuda")
+        logits = make_logits(8, 151_936, dtype, spread=spread).cuda().repeat(num_rows // 8 + 1, 1)[:num_rows]
+        rows = torch.arange(1, num_rows + 1, dtype=torch.int32, device="cuda")
+        workspace = SamplingWorkspace.allocate(num_rows, 151_936, "cuda")
+        actual = sample(logits, rows, **settings, workspace=workspace).clone()
+        assert torch.equal(sample(logits, rows, **settings, workspace=workspace), actual)
+        for part in range(0, num_rows, 64):
+            span = slice(part, part + 64)
+            assert_same(logits[span], rows[span], settings, actual[span], allow_rounding=True)
+        alone = [sample_triton(logits[i : i + 1], rows[i : i + 1], **settings) for i in range(min(num_rows, 24))]
+        assert torch.equal(torch.cat(alone), actual[:24])
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(seconds=10)
+def test_edge_cases_on_gpu() -> None:
+    """What holds under the interpreter, too."""
+    test_noise_integers_are_equal("cuda")
+    test_rows_that_are_not_finite("cuda", sample_triton)
+    test_masked_tokens_are_never_sampled("cuda", sample_triton)
+    test_ties_and_signed_zeros("cuda", sample_triton)
+    for magnitude in (1e3, 1e30, 3e38):
+        test_huge_logits_do_not_overflow("cuda", sample_triton, magnitude)
+    test_kernels_leave_a_row_alone_whatever_its_company("cuda")
+
+
+@pytest.mark.gpu(seconds=6)
 def test_graph_replays_with_new_settings() -> None:
     settings = make_settings(MIXED, device="cuda")
     logits = make_logits(len(MIXED), 151_936, torch.bfloat16).cuda()

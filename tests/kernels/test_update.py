@@ -52,7 +52,7 @@ def test_kernel_without_updates(kernel_device: str) -> None:
     assert state.tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(seconds=2)
 def test_real_step() -> None:
     """512 block appends and a few prompts of a real length in one plan."""
     lengths = [1] * 512 + [40_000, 1024, 777, 16_384]
