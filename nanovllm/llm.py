@@ -1,27 +1,29 @@
 """What users call.
 
-Owns: the tokenizer, and how a batch of prompts becomes requests and a list of results in order. Invariant: all
-requests of a generate are checked before any of them runs, and when it returns or raises, none of them is left
-behind. It deliberately knows nothing of blocks, rows or devices.
+Owns: the ways to ask: whole batches, conversations, streams, iterables of any length, a caller's own loop. Invariant:
+all requests of a call are checked before any of them runs, and when it returns or raises, none of them is left behind.
+It deliberately knows nothing of blocks, rows or devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import Call, LLMEngine
-from nanovllm.engine.output_processor import error_output
-from nanovllm.engine.request import Prompt, Request, is_single_prompt, split_prompt
+from nanovllm.engine.call import Call
+from nanovllm.engine.input_processor import InputProcessor, params_list
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Prompt, Request, is_single_prompt
 from nanovllm.outputs import RequestOutput
+from nanovllm.progress import Progress
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import load_tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+Message = Mapping[str, Any]
 
 
 class LLM:
@@ -40,8 +42,9 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.config = Config.from_options(str(model), options)
-        self.tokenizer = None if self.config.skip_tokenizer_init else _load_tokenizer(self.config)
+        self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.config)
         self.engine = LLMEngine(self.config, self.tokenizer)
+        self.inputs = InputProcessor(self.tokenizer, self.engine.limits, self.engine.new_request_id)
         self.num_kvcache_blocks = self.engine.num_kvcache_blocks
         self._loop_call = Call()  # what add_request took
 
@@ -52,6 +55,9 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """generation_config.json's advice (temperature, top_k, top_p) over the defaults of SamplingParams."""
         return SamplingParams(**self.config.model_config.default_sampling)
+
+    def _or_default(self, sampling_params: Any) -> Any:
+        return self.get_default_sampling_params() if sampling_params is None else sampling_params
 
     # ---- whole batches ------------------------------------------------------------------------------------------
 
@@ -78,10 +84,10 @@ class LLM:
         """
         _check_on_error(on_error)
         batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
-        params = self._params_list(sampling_params, len(batch))
+        params = params_list(self._or_default(sampling_params), len(batch))
         outputs: list[RequestOutput | None] = [None] * len(batch)
         requests: list[Request] = []
-        for position, checked in enumerate(self._check_batch(batch, params, on_error)):
+        for position, checked in enumerate(self.inputs.check_batch(batch, params, on_error)):
             if isinstance(checked, RequestOutput):
                 outputs[position] = checked
             else:
@@ -89,17 +95,98 @@ class LLM:
         call = Call()
         try:
             self.engine.submit(requests, call)
-            with _Progress(len(requests), use_tqdm) as progress:
+            with Progress(len(requests), use_tqdm) as progress:
                 for position, output in self.engine.run(call):
                     outputs[position] = output
                     progress.add(output)
                     if output.error is not None and on_error == "raise":
                         raise RuntimeError(f"request {position}: {output.error}")
         finally:  # whatever came up, none of them stays behind
-            if call.pending:
-                self.engine.abort(list(call.pending))
+            self.engine.drop(call)
         assert all(output is not None for output in outputs)
         return [output for output in outputs if output is not None]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, written out by the model's chat template; output i belongs to conversation i.
+
+        Args:
+            messages: one conversation, which is a list of dicts with "role" and "content", or a list of conversations.
+            sampling_params, use_tqdm: as for generate.
+            chat_template: a Jinja template in place of the tokenizer's own.
+            add_generation_prompt: end the prompt where the model's answer begins.
+            continue_final_message: leave the last message open, for the model to go on with it.
+            tools: descriptions of functions, for templates that know them.
+            chat_template_kwargs: what else the template takes, such as {"enable_thinking": False}.
+
+        The template alone decides on start tokens: nothing is added to it. `prompt` of the results is its text.
+
+        Raises:
+            ValueError: no tokenizer or no chat template, a conversation that the template refuses, with its position,
+                or a request that cannot run.
+            TypeError, RuntimeError: as generate.
+        """
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        return self.generate(self.inputs.render(messages, options), sampling_params, use_tqdm)
+
+    # ---- results as they come -----------------------------------------------------------------------------------
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one completion, piece by piece as it is made.
+
+        A piece ends with a whole character and holds nothing that a stop string may yet take back; joined, the pieces
+        are the text that generate would return. Closing the iterator aborts the request.
+
+        Raises:
+            ValueError: a request that cannot run, that has n above 1, or no text (detokenize=False, no tokenizer).
+            TypeError: something of the wrong type.
+            RuntimeError: the request's logits were not finite, the request was aborted, or the device failed.
+        """
+        params = self._or_default(sampling_params)
+        request = self.inputs.check_one(prompt, params)
+        if params.n > 1:
+            raise ValueError(f"n must be 1 in a stream, got {params.n}: use generate or generate_iter")
+        if self.tokenizer is None or not params.detokenize:
+            raise ValueError("a stream gives out text: it needs a tokenizer and detokenize=True")
+        request.is_streamed = True
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[str]:
+        call = Call()
+        num_given = 0  # characters
+        try:
+            self.engine.submit([request], call)
+            while call.pending:
+                self.engine.turn(call)
+                text_progress = request.seqs[0].text_progress
+                if call.pending and text_progress is not None and (piece := text_progress.shown(num_given)):
+                    num_given += len(piece)
+                    yield piece
+            call.check()
+            if not call.finished:
+                raise RuntimeError(f"request {request.request_id} was aborted")
+            output = call.finished.popleft()[1]
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            if rest := output["text"][num_given:]:
+                yield rest
+        finally:
+            self.engine.drop(call)
 
     def generate_iter(
         self,
@@ -116,7 +203,7 @@ class LLM:
         dropped.
         """
         _check_on_error(on_error)
-        default = sampling_params or self.get_default_sampling_params()
+        default = self._or_default(sampling_params)
         return self._generate_iter(iter(requests), default, on_error)
 
     def _generate_iter(
@@ -138,7 +225,7 @@ class LLM:
                     pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
                     prompts.append(item[0] if pair else item)
                     params.append(item[1] if pair else default)
-                for checked in self._check_batch(prompts, params, on_error, first=position):
+                for checked in self.inputs.check_batch(prompts, params, on_error, first=position):
                     if isinstance(checked, RequestOutput):
                         call.finished.append((position, checked))
                     else:
@@ -152,10 +239,10 @@ class LLM:
                 if call.pending:
                     self.engine.turn(call)
                 elif exhausted:
+                    call.check()
                     return
         finally:
-            if call.pending:
-                self.engine.abort(list(call.pending))
+            self.engine.drop(call)
 
     # ---- a caller's own loop ------------------------------------------------------------------------------------
 
@@ -167,17 +254,25 @@ class LLM:
         Raises:
             ValueError: a request that cannot run, or an id in use.
         """
-        params = sampling_params if sampling_params is not None else self.get_default_sampling_params()
-        _check_params(params)
-        (text, token_ids), *_ = self._tokenize([prompt])
-        request = self.engine.limits.check(request_id or self.engine.new_request_id(), text, token_ids, params)
+        request = self.inputs.check_one(prompt, self._or_default(sampling_params), request_id)
         self.engine.submit([request], self._loop_call)
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
-        """One turn of the engine; the requests of `add_request` that finished since the last one."""
-        if self._loop_call.pending:
-            self.engine.turn(self._loop_call)
+        """One turn of the engine; the requests of `add_request` that finished since the last one.
+
+        Raises:
+            RuntimeError: the device failed, or the engine was closed before they had finished. As after any exception
+                out of a step, an interrupt included, the requests of `add_request` are gone.
+        """
+        call = self._loop_call
+        call.check()
+        try:
+            if call.pending:
+                self.engine.turn(call)
+        except BaseException:
+            self.engine.drop(call)
+            raise
         finished = [output for _, output in self._loop_call.finished]
         self._loop_call.finished.clear()
         return finished
@@ -188,7 +283,56 @@ class LLM:
 
     def is_finished(self) -> bool:
         """Whether everything that `add_request` took has been given out."""
-        return not self._loop_call.pending and not self._loop_call.finished
+        call = self._loop_call
+        return not call.pending and not call.finished and call.lost is None
+
+    # ---- training loops -----------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the memory of weights, KV cache and CUDA graphs, for something else to use until `wake_up`.
+
+        Args:
+            level: 1: the weights go to (pinned) host memory and come back with wake_up. 2: they are dropped, and
+                wake_up has to be followed by update_weights. On a CPU level 1 leaves them where they are.
+
+        Cached prefixes are gone. Asleep, the engine refuses requests; sleeping on is allowed, at level 2 too.
+
+        Raises:
+            RuntimeError: requests have not finished, or the engine is closed or dead.
+            ValueError: another level.
+        """
+        self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Undo `sleep`: take the memory again and capture the graphs anew; awake, do nothing.
+
+        Raises:
+            RuntimeError: there is too little memory; the engine sleeps on and holds none, so this can be tried again.
+        """
+        self.engine.wake_up()
+
+    def update_weights(self, weights: str | PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Replace all weights in place, so that graphs stay valid, and drop cached prefixes.
+
+        Args:
+            weights: a checkpoint's folder, or (name, tensor) pairs with a checkpoint's names, as
+                `model.named_parameters()` of transformers gives them (or a dict of them); of any float dtype, on any
+                device. They are taken one by one, so an iterator may gather or convert each as it is asked for.
+
+        A folder's names and shapes are checked first: refused, it changes nothing. An iterator's fault (a tensor that
+        is missing, unexpected, or of the wrong shape; an exception) shows when some are written: the engine then
+        refuses requests until an update has gone through.
+
+        Raises:
+            RuntimeError: requests have not finished, or the engine is asleep, closed or dead.
+            ValueError: the weights do not fit, with every name that is at fault.
+            TypeError: something else than a folder or pairs of names and tensors.
+        """
+        self.engine.update_weights(weights)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. New weights do that by themselves."""
+        self.engine.reset_prefix_cache()
 
     # ---- facts and life -----------------------------------------------------------------------------------------
 
@@ -197,10 +341,6 @@ class LLM:
         max_seqs_in_flight, kv_blocks_total, kv_blocks_free (that sequences can use), and on a GPU mean_step_ms
         (device time of a step) and host_exposed_ms (device time lost between steps, waiting for the host)."""
         return self.engine.stats()
-
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
-        self.engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Give back all device memory that the engine took; may be called again."""
@@ -213,121 +353,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- checks -------------------------------------------------------------------------------------------------
-
-    def _params_list(self, sampling_params: Params, num_prompts: int) -> list[Any]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            return [sampling_params] * num_prompts
-        if isinstance(sampling_params, str | dict) or not isinstance(sampling_params, Iterable):
-            raise TypeError(
-                f"sampling_params must be a SamplingParams or one for each prompt, got {type(sampling_params).__name__}"
-            )
-        params = list(sampling_params)
-        if len(params) != num_prompts:
-            raise ValueError(
-                f"{num_prompts} prompts, but {len(params)} sampling_params: give one, or one for each prompt"
-            )
-        return params
-
-    def _check_batch(
-        self, prompts: list[Any], params: list[Any], on_error: str, first: int = 0
-    ) -> list[Request | RequestOutput]:
-        """Requests of prompts, checked; with on_error="return" an error output in place of one that cannot run."""
-        checked: list[Request | RequestOutput] = []
-        split: list[tuple[str | None, list[int] | None] | Exception] = []
-        for prompt in prompts:
-            try:
-                split.append(split_prompt(prompt))
-            except (TypeError, ValueError) as error:
-                split.append(error)
-        tokenized = iter(self._tokenize_texts([s[0] for s in split if isinstance(s, tuple) and s[1] is None]))
-        for i, (parts, param) in enumerate(zip(split, params, strict=True)):
-            text, token_ids = (None, []) if isinstance(parts, Exception) else (parts[0], parts[1])
-            request_id = self.engine.new_request_id()
-            try:
-                if isinstance(parts, Exception):
-                    raise parts
-                if token_ids is None:
-                    token_ids = next(tokenized)
-                _check_params(param)
-                request = self.engine.limits.check(request_id, text, token_ids, param)
-                request.position = first + i
-                checked.append(request)
-            except (TypeError, ValueError) as error:
-                if on_error == "raise":
-                    raise type(error)(f"request {first + i}: {error}") from None
-                checked.append(error_output(request_id, text, token_ids or [], str(error)))
-        return checked
-
-    def _tokenize(self, prompts: list[Any]) -> list[tuple[str | None, list[int]]]:
-        split = [split_prompt(prompt) for prompt in prompts]
-        texts = iter(self._tokenize_texts([text for text, token_ids in split if token_ids is None]))
-        return [(text, next(texts) if token_ids is None else token_ids) for text, token_ids in split]
-
-    def _tokenize_texts(self, texts: list[Any]) -> list[list[int]]:
-        if not texts:
-            return []
-        if self.tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer, and this engine has none: give token ids")
-        return [list(ids) for ids in self.tokenizer(texts)["input_ids"]]
-
 
 def _check_on_error(on_error: str) -> None:
     if on_error not in ("raise", "return"):
         raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-
-
-def _check_params(params: Any) -> None:
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
-
-
-def _load_tokenizer(config: Config) -> Any:
-    """The folder's tokenizer; none is fine where weights are random.
-
-    Raises:
-        ValueError: no tokenizer can be loaded from the folder.
-    """
-    from transformers import AutoTokenizer
-
-    folder = Path(config.tokenizer or config.model)
-    has_files = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    if not has_files and config.load_format == "dummy" and config.tokenizer is None:
-        return None
-    try:
-        if not has_files:  # transformers would make an empty one
-            raise OSError(f"it has none of {', '.join(_TOKENIZER_FILES)}")
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"no tokenizer could be loaded from {str(folder)!r} ({error}); give tokenizer=FOLDER, or "
-            "skip_tokenizer_init=True to work with token ids"
-        ) from error
-
-
-class _Progress:
-    """Requests done, and prefill and decode tokens per second."""
-
-    def __init__(self, total: int, enabled: bool) -> None:
-        self._bar = tqdm(total=total, desc="Generating", unit="request", disable=not enabled, dynamic_ncols=True)
-        self._prompt_tokens = 0
-        self._output_tokens = 0
-
-    def add(self, output: RequestOutput) -> None:
-        self._prompt_tokens += len(output.prompt_token_ids)
-        self._output_tokens += len(output["token_ids"])
-        if not self._bar.disable:
-            elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
-            self._bar.set_postfix_str(
-                f"prefill {self._prompt_tokens / elapsed:.0f} tok/s, decode {self._output_tokens / elapsed:.0f} tok/s",
-                refresh=False,
-            )
-            self._bar.update(1)
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()

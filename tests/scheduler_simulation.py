@@ -18,6 +18,7 @@ from nanovllm.messages import ModelRunnerOutput, SchedulerOutput
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE = 23
+MAX_SAMPLES = 8
 real_hash_block = block_manager.hash_block
 
 
@@ -29,17 +30,19 @@ def extend_chain(chain: list[int], token_ids: list[int], salt: int) -> None:
         chain.append(last)
 
 
-def next_token(identity: int) -> int:
-    """What the fake model samples behind a prefix."""
-    return hash((identity, 7)) % VOCAB_SIZE
+def next_token(identity: int, seed: int) -> int:
+    """What the fake model samples behind a prefix; samples of one prompt differ, requests do not."""
+    return hash((identity, seed)) % VOCAB_SIZE
 
 
-def reference(prompt: list[int], max_total_tokens: int, end_ids: tuple[int, ...], salt: int) -> tuple[list[int], str]:
+def reference(
+    prompt: list[int], max_total_tokens: int, end_ids: tuple[int, ...], salt: int, seed: int
+) -> tuple[list[int], str]:
     """All tokens of a request that runs alone, and why it ends."""
     token_ids, chain = list(prompt), []
     extend_chain(chain, token_ids, salt)
     while True:
-        token_ids.append(next_token(chain[-1]))
+        token_ids.append(next_token(chain[-1], seed))
         if token_ids[-1] in end_ids:
             return token_ids, "stop"
         if len(token_ids) == max_total_tokens:
@@ -56,6 +59,7 @@ class Row:
     num_computed: int
     block_table: list[int]
     max_total_tokens: int
+    seed: int
 
 
 class FakeDevice:
@@ -93,7 +97,7 @@ class FakeDevice:
             else:
                 has_cached_prefix |= row.num_computed > 0
                 end = row.num_computed + num_query
-                sampled = [next_token(row.chain[end - 1])] if is_sampled else []
+                sampled = [next_token(row.chain[end - 1], row.seed)] if is_sampled else []
                 assert end == len(row.token_ids) if is_sampled else end < len(row.token_ids)
                 assert not (is_sampled and num_query == 1 and self.num_drafts == 0)
                 self._store(row, row.num_computed, row.chain[row.num_computed : end])
@@ -115,9 +119,16 @@ class FakeDevice:
         return ModelRunnerOutput(flat, [len(sampled) for sampled in new_tokens] if self.num_drafts else None)
 
     def _apply_updates(self, plan: SchedulerOutput) -> None:
+        sources, targets = [a for a, _ in plan.block_copies], [b for _, b in plan.block_copies]
+        assert not set(sources) & set(targets) and len(set(targets)) == len(targets), "copies in no order"
+        for source, target in plan.block_copies:
+            assert 0 < source < self.num_blocks and 0 < target < self.num_blocks
+            self.kv[target] = list(self.kv[source])
         for new in plan.new_rows:
             assert 1 <= new.row <= self.max_num_seqs
-            assert new.num_computed_tokens < len(new.token_ids) and new.num_computed_tokens % self.block_size == 0
+            assert new.num_computed_tokens < len(new.token_ids)
+            if rest := new.num_computed_tokens % self.block_size:
+                assert new.block_table[new.num_computed_tokens // self.block_size] in targets, (rest, new)
             max_tokens = new.sampling_params.max_tokens
             limit = self.max_model_len if max_tokens is None else new.num_prompt_tokens + max_tokens
             chain: list[int] = []
@@ -128,6 +139,7 @@ class FakeDevice:
                 new.num_computed_tokens,
                 list(new.block_table),
                 min(limit, self.max_model_len),
+                new.seed,
             )
         for row_id, index, block in plan.block_appends:
             table = self.rows[row_id].block_table
@@ -143,7 +155,7 @@ class FakeDevice:
         start = row.num_computed
         sampled = []
         for _ in range(num_accepted):
-            sampled.append(next_token(row.chain[-1]))
+            sampled.append(next_token(row.chain[-1], row.seed))
             row.token_ids.append(sampled[-1])
             extend_chain(row.chain, sampled[-1:], self.salt)
         num_stored = min(1 + self.num_drafts, max(0, row.max_total_tokens - 1 - start))
@@ -176,23 +188,51 @@ def make_sequence(
     max_model_len: int,
     end_ids: tuple[int, ...] = (),
     ignore_eos: bool = True,
+    n: int = 1,
 ) -> Sequence:
-    """A sequence as the engine would make it."""
+    """A sequence as the engine would make it, with its forks: n samples in all."""
     limit = max_model_len if max_tokens is None else min(len(prompt) + max_tokens, max_model_len)
-    return Sequence(
-        request_id,
-        list(prompt),
-        SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
-        max_total_tokens=limit,
-        seed=request_id,
-        end_ids=() if ignore_eos else end_ids,
+    first, *forks = (
+        Sequence(
+            request_id,
+            list(prompt),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
+            max_total_tokens=limit,
+            seed=index,
+            end_ids=() if ignore_eos else end_ids,
+            index=index,
+        )
+        for index in range(n)
     )
+    first.forks = forks
+    return first
+
+
+def resumed(seqs: list[Sequence]) -> Sequence:
+    """What is left of a request's samples, made anew from the tokens that are known, as after an exception."""
+    first, *forks = (
+        Sequence(
+            seq.request_id,
+            list(seq.token_ids),
+            seq.sampling_params,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            max_total_tokens=seq.max_total_tokens,
+            seed=seq.seed,
+            end_ids=seq.end_ids,
+            index=seq.index,
+        )
+        for seq in seqs
+    )
+    first.forks = forks
+    return first
 
 
 def check_pool(scheduler: Scheduler, running: list[Sequence]) -> None:
-    """Every block in one place, held as often as tables name it; every row in one place."""
+    """Every block in one place, held as often as tables and waiting forks name it; every row in one place."""
     blocks = scheduler.blocks
     held = Counter(block for seq in running for block in seq.block_table)
+    held.update(block for seq in scheduler._waiting for block in seq.prompt_blocks)
+    assert not any(seq.prompt_blocks for seq in running)
     assert all(blocks.ref_counts[block] == held[block] for block in range(blocks.num_blocks))
     places = [*blocks._empty, *blocks._cached, *held]
     assert sorted(places) == list(range(1, blocks.num_blocks))
@@ -221,9 +261,18 @@ class Simulation:
         self.live: dict[Sequence, list[int]] = {}  # with its prompt
         self.done: list[tuple[Sequence, list[int]]] = []  # with its tokens when it ended
         self.counts: Counter[str] = Counter()
+        give_up = self.scheduler._give_up_prompts
+
+        def counted() -> bool:
+            given_up = give_up()
+            self.counts["prompts_given_up"] += given_up
+            return given_up
+
+        self.scheduler._give_up_prompts = counted  # type: ignore[method-assign]
 
     def add(self, seq: Sequence) -> None:
-        self.live[seq] = list(seq.token_ids)
+        for each in (seq, *seq.forks):
+            self.live[each] = each.token_ids[: each.num_prompt_tokens]
         self.scheduler.add(seq)
 
     def run(self) -> None:
@@ -278,14 +327,20 @@ class Simulation:
         self._check_output(seq)
         self.counts["aborts"] += 1
 
-    def reset(self) -> None:
-        """An exception: everything in flight is lost."""
+    def reset(self, resume: bool = False) -> None:
+        """An exception: everything in flight is lost. What the host knows of the requests may go on."""
         self.in_flight.clear()
         dropped = self.scheduler.reset()
-        assert set(dropped) == set(self.live)
+        assert set(dropped) == set(self.live) and len(dropped) == len(self.live)
         self.live.clear()
         self.check_idle()
         self.counts["resets"] += 1
+        if resume:
+            requests: dict[str, list[Sequence]] = {}
+            for seq in dropped:
+                requests.setdefault(seq.request_id, []).append(seq)
+            for seqs in requests.values():
+                self.add(resumed(sorted(seqs, key=lambda seq: seq.index)))
 
     def check_idle(self) -> None:
         assert not self.live and not self.scheduler.has_work()
@@ -296,7 +351,7 @@ class Simulation:
 
     def _check_output(self, seq: Sequence) -> None:
         prompt = self.live.pop(seq)
-        expected, reason = reference(prompt, seq.max_total_tokens, seq.end_ids, self.salt)
+        expected, reason = reference(prompt, seq.max_total_tokens, seq.end_ids, self.salt, seq.seed)
         if seq.finish_reason == "abort":
             assert seq.token_ids == expected[: len(seq.token_ids)]
         else:
@@ -324,12 +379,15 @@ class Simulation:
                 continue  # its blocks may be shared from this step on
             last = min(seq.num_computed, seq.max_total_tokens - 1) - 1
             block = seq.block_table[last // scheduler.blocks.block_size]
-            assert scheduler.blocks.ref_counts[block] == 1, "a shared block is written"
+            num_to_copy = sum(fork.prompt_blocks[-1:] == [block] for fork in scheduler._waiting)
+            assert scheduler.blocks.ref_counts[block] == 1 + num_to_copy, "a shared block is written"
         assert scheduler.num_free_blocks >= 0
         self.counts["steps"] += 1
         self.counts["cached_in_step"] += sum(new.num_computed_tokens > 0 for new in plan.new_rows[1:])
         self.counts["chunks"] += len(plan.rows) > plan.num_sampled
         self.counts["resumed"] += sum(len(new.token_ids) > new.num_prompt_tokens for new in plan.new_rows)
+        self.counts["block_copies"] += len(plan.block_copies)
+        self.counts["forks_waiting"] += any(fork.prompt_blocks for fork in scheduler._waiting)
 
 
 BAD_HASHES = (
@@ -371,6 +429,7 @@ def random_sequence(rng: random.Random, request_id: int, templates: list[list[in
         max_model_len=max_model_len,
         end_ids=tuple(rng.sample(range(VOCAB_SIZE), 2)),
         ignore_eos=rng.random() < 0.4,
+        n=1 if rng.random() < 0.7 else rng.randint(2, MAX_SAMPLES),
     )
 
 
@@ -395,9 +454,13 @@ def run_random_workload(seed: int) -> Counter[str]:
                     num_added += 1
             simulation.turn()
             if abort_rate and simulation.live and rng.random() < abort_rate:
-                simulation.abort(rng.choice(list(simulation.live)))
+                dropped = rng.choice(list(simulation.live))
+                whole = rng.random() < 0.5  # a request, or one sample alone
+                for seq in list(simulation.live):
+                    if seq is dropped or (whole and seq.request_id == dropped.request_id):
+                        simulation.abort(seq)
             if reset_rate and rng.random() < reset_rate:
-                simulation.reset()
+                simulation.reset(resume=rng.random() < 0.5)
             if forget_rate and rng.random() < forget_rate:
                 scheduler.reset_prefix_cache()
             if simulation.counts["turns"] % 16 == 0:

@@ -21,7 +21,7 @@ MAX_FUNCTION_LINES = 60  # without its docstring; Triton kernels apart
 MAX_CORE_LINES = 6000  # of code, kernels included, add-ons apart
 
 ADD_ONS = {"entrypoints", "quantization", "spec_decode"}
-LEAVES = {"config", "model_config", "rope_config", "sampling_params", "outputs", "messages"}
+LEAVES = {"config", "model_config", "rope_config", "sampling_params", "outputs", "messages", "progress", "tokenizer"}
 # A part imports only what has a lower rank, itself, and the leaves. "" is the package, from which users import.
 RANKS = {
     "entrypoints": 9,

@@ -209,15 +209,15 @@ def test_weights_from_an_iterator_are_applied_in_place(folder: Path) -> None:
         loader.apply_weights(model, iter(new.items()), tied=False)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_staged_copies_to_a_gpu(folder: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.gpu(seconds=3)
+def test_staged_copies_to_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_STAGING_BYTES", 1000)  # several pieces a tensor, the last one shorter
     config = read_model_config(folder)
-    model = build_model(config, NoBackend(), dtype, torch.device("cuda"), 16)  # type: ignore[arg-type]
-    loader.load_weights(model, folder, config)
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        assert torch.equal(state(model)[name].cpu(), tensor.to(dtype)), name
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build_model(config, NoBackend(), dtype, torch.device("cuda"), 16)  # type: ignore[arg-type]
+        loader.load_weights(model, folder, config)
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            assert torch.equal(state(model)[name].cpu(), tensor.to(dtype)), name
 
 
 def test_one_tensor_at_a_time(folder: Path) -> None:

@@ -25,7 +25,8 @@ def test_random_workloads(part: int) -> None:
         except Exception as error:
             raise AssertionError(f"run_random_workload({seed}) failed") from error
     # What this is about really happened.
-    for kind in ("cached", "cached_in_step", "chunks", "preemptions", "resumed", "aborts", "resets", "drafts"):
+    kinds = ("cached", "cached_in_step", "chunks", "preemptions", "resumed", "aborts", "resets", "drafts")
+    for kind in (*kinds, "block_copies", "forks_waiting", "prompts_given_up"):
         assert counts[kind] > 10, (kind, counts)
 
 

@@ -110,12 +110,16 @@ class Admission:
         self._running, self._num_decodes, self._demand = running, num_decodes, None
 
     def find_room(self, seq: Sequence, budget: int) -> list[int] | None:
-        """Cached blocks for a sequence that can start now and is expected to run to its end; None: it has to wait.
+        """Blocks with the beginning of a sequence that can start now and is expected to run to its end: cached ones, or
+        those that a fork holds; None: it has to wait.
 
         Whoever gets an answer starts the sequence, with a first chunk of at most `budget` tokens.
         """
         blocks = self.blocks
-        hits = blocks.match_prefix(seq)
+        if seq.prompt_blocks:
+            hits = seq.prompt_blocks[: (seq.num_prompt_tokens - 1) // blocks.block_size]
+        else:
+            hits = blocks.match_prefix(seq)
         num_held = blocks.num_held(hits)
         num_tokens = len(seq.token_ids)
         if blocks.num_blocks_for(num_tokens) - num_held > blocks.num_free:

@@ -89,8 +89,9 @@ class BlockManager:
         """Cached blocks that hold the beginning of this sequence, longest run, nothing taken yet.
 
         At most (len - 1) // block_size blocks: the last token is always computed, into a block that nobody shares.
+        None as long as logprobs of the prompt are wanted: they come from computing it.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or seq.first_prompt_logprob is not None:
             return []
         self.hash_blocks(seq)
         hits: list[int] = []
@@ -113,8 +114,26 @@ class BlockManager:
             return 0
         return bisect_left(seq.block_table, True, key=lambda block: self.ref_counts[block] < 2)
 
+    def share_prompt(self, seq: Sequence, fork: Sequence) -> None:
+        """Let another sample of the same prompt hold what `seq` has of it: the KV of all tokens but the last.
+
+        `seq` may go on writing into the last of these blocks, behind the tokens that the fork will read.
+        """
+        fork.prompt_blocks = seq.block_table[: self.num_blocks_for(seq.num_prompt_tokens - 1)]
+        num_hashed = seq.num_prompt_tokens // self.block_size
+        fork.block_hashes, fork.block_contents = seq.block_hashes[:num_hashed], seq.block_contents[:num_hashed]
+        fork.cache_epoch = seq.cache_epoch
+        for block in fork.prompt_blocks:
+            self.ref_counts[block] += 1
+        self.num_shared += len(fork.prompt_blocks)
+
+    def release_prompt(self, fork: Sequence) -> None:
+        """Take back the blocks that a fork held while it waited."""
+        self._release(fork.prompt_blocks)
+        fork.prompt_blocks = []
+
     def allocate(self, seq: Sequence, num_blocks: int, hits: list[int]) -> None:
-        """Give the sequence its block table: the hits, then new blocks up to num_blocks in all."""
+        """Give the sequence its block table: the hits (cached, or a fork's own), then new blocks up to num_blocks."""
         assert not seq.block_table
         for block in hits:
             if self.ref_counts[block] == 0:
@@ -124,9 +143,12 @@ class BlockManager:
             self.ref_counts[block] += 1
         seq.block_table = list(hits)
         self.num_to_come += self.num_blocks_at_most(seq) - len(hits)
-        seq.num_registered_blocks = len(hits)
-        seq.parent_serial = self._serial[hits[-1]] if hits else ROOT_SERIAL
-        seq.cache_epoch = self._epoch
+        if seq.prompt_blocks:  # which need not be registered themselves, where copies are, and may be of old weights
+            seq.num_registered_blocks, seq.parent_serial = 0, ROOT_SERIAL
+        else:
+            seq.num_registered_blocks = len(hits)
+            seq.parent_serial = self._serial[hits[-1]] if hits else ROOT_SERIAL
+            seq.cache_epoch = self._epoch
         self.extend(seq, num_blocks)
 
     def extend(self, seq: Sequence, num_blocks: int) -> None:
@@ -159,14 +181,7 @@ class BlockManager:
         Children become the older ones: a parent recycled first would leave its children unreachable.
         """
         self.num_to_come -= self.num_blocks_at_most(seq) - len(seq.block_table)
-        for block in reversed(seq.block_table):
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] > 0:
-                self.num_shared -= 1
-            elif self._content[block] is not None:
-                self._cached[block] = None
-            else:
-                self._empty.append(block)
+        self._release(seq.block_table)
         seq.block_table = []
 
     def reset_prefix_cache(self) -> None:
@@ -176,6 +191,16 @@ class BlockManager:
         self._cached.clear()
         self._block_of_hash.clear()
         self._content = [None] * self.num_blocks
+
+    def _release(self, block_table: list[int]) -> None:
+        for block in reversed(block_table):
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] > 0:
+                self.num_shared -= 1
+            elif self._content[block] is not None:
+                self._cached[block] = None
+            else:
+                self._empty.append(block)
 
     def _take(self) -> int:
         if self._empty:

@@ -10,6 +10,7 @@ from nanovllm.config import Config
 from nanovllm.messages import SchedulerOutput
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.output_ring import PendingOutput
+from nanovllm.worker.weights import Source
 
 
 class Executor:
@@ -28,6 +29,23 @@ class Executor:
     def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Enqueue a step; `.wait()` of what is returned gives its ModelRunnerOutput."""
         return self.runner.execute(plan)
+
+    @property
+    def weights_missing(self) -> str | None:
+        """Why there are no weights to compute with, for the error that the caller raises; None: there are."""
+        return self.runner.weights.missing
+
+    def sleep(self, level: int) -> None:
+        """Give back the memory of KV cache, graphs and weights, whose contents level 1 keeps. Nothing is in flight."""
+        self.runner.sleep(keep_weights=level == 1)
+
+    def wake_up(self) -> None:
+        """Take the memory again; the KV cache is empty. Raises when there is too little, and holds none then."""
+        self.runner.wake_up()
+
+    def update_weights(self, source: Source) -> None:
+        """Replace the weights in place. Nothing is in flight."""
+        self.runner.update_weights(source)
 
     def idle(self) -> None:
         """The engine has run out of work for now."""

@@ -13,13 +13,14 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.engine.call import Call, Calls
 from nanovllm.engine.executor import Executor
+from nanovllm.engine.logprobs import carry_over_logprobs, collect_logprobs
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.request import Limits, Request, Tokenizer, request_seed
+from nanovllm.engine.request import Limits, Request, Tokenizer, request_seed, sample_seed
 from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput
@@ -27,16 +28,25 @@ from nanovllm.outputs import RequestOutput
 logger = logging.getLogger("nanovllm")
 
 
-class Call:
-    """Requests that belong together: those of one generate or generate_iter, or all that add_request took.
+class _Guard:
+    """Run a change of the engine's state whole, or mend: an exception out of it drops `call`'s requests, no others.
 
-    `pending` holds the requests still to come, `finished` the results that nobody has fetched yet.
+    A class, not a generator: one that an interrupt leaves suspended would be closed, and mend, at any time later.
     """
 
-    def __init__(self) -> None:
-        self.pending: dict[str, Request] = {}
-        self.finished: deque[tuple[int, RequestOutput]] = deque()
-        self.broken = False  # an exception came out of it: its requests are to be dropped
+    def __init__(self, engine: LLMEngine, call: Call | None) -> None:
+        self.engine, self.call = engine, call
+
+    def __enter__(self) -> None:
+        self.engine._begin_change()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.engine._dirty = False
+            return
+        if self.call is not None:
+            self.call.broken = True
+        self.engine._recover()
 
 
 class LLMEngine:
@@ -62,15 +72,16 @@ class LLMEngine:
             max_model_len=config.max_model_len,
             pool_tokens=(self.num_kvcache_blocks - 1) * self.executor.block_size,
             eos_token_ids=self._eos_token_ids(tokenizer),
+            tokenizer=tokenizer,
         )
-        self._calls: dict[str, Call] = {}  # request id -> its call
-        self._requests: dict[str, Request] = {}
+        self._calls = Calls()
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._ids = itertools.count()
         self._num_requests = 0
         self._num_steps = 0
         self._num_generated_tokens = 0
         self._dirty = False  # the host's state may be half-changed
+        self._asleep = False
         self._dead: str | None = None
 
     def _new_scheduler(self) -> Scheduler:
@@ -99,34 +110,64 @@ class LLMEngine:
 
         Raises:
             ValueError: a request id that is in use.
+            RuntimeError: the engine is asleep, has no weights, or is closed or dead.
         """
         requests = list(requests)
+        self._mend()
+        if self._asleep:
+            raise RuntimeError("the engine is asleep: call wake_up() first")
+        if self.executor.weights_missing is not None:
+            raise RuntimeError(self.executor.weights_missing)
         for request in requests:
-            if request.request_id in self._requests:
+            if request.request_id in self._calls.requests:
                 raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
-        with self._guard(call):
+        try:
+            with self._guard(None):
+                for request in requests:
+                    self._submit(request, call)
+        except BaseException:
             for request in requests:
-                request.seed = request_seed(request.params, self.config.seed, self._num_requests)
-                self._num_requests += 1
-                self._requests[request.request_id] = call.pending[request.request_id] = request
-                self._calls[request.request_id] = call
-                self._queue(request, request.prompt_token_ids)
+                call.pending.pop(request.request_id, None)
+            self._dirty = True  # so that the next use drops those that were queued; they hold nothing yet
+            raise
 
-    def _queue(self, request: Request, token_ids: list[int]) -> None:
-        request.seq = Sequence(
+    def _submit(self, request: Request, call: Call) -> None:
+        request.seed = request_seed(request.params, self.config.seed, self._num_requests)
+        self._num_requests += 1
+        self._calls.add(request, call)
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Queue its samples, or those of them that have not ended, from the tokens that are known. One computes the
+        prompt for all."""
+        known: list[Sequence | None] = [*request.seqs] or [None] * request.params.n
+        request.seqs = [
+            seq if seq is not None and seq.is_finished else self._new_sequence(request, index, seq)
+            for index, seq in enumerate(known)
+        ]
+        first, *first.forks = [seq for seq in request.seqs if not seq.is_finished]
+        self.scheduler.add(first)
+
+    def _new_sequence(self, request: Request, index: int, before: Sequence | None) -> Sequence:
+        seq = Sequence(
             request.request_id,
-            list(token_ids),
+            list(request.prompt_token_ids if before is None else before.token_ids),
             request.params,
             num_prompt_tokens=len(request.prompt_token_ids),
             max_total_tokens=request.max_total_tokens,
-            seed=request.seed,
+            seed=sample_seed(request.seed, index),
             end_ids=request.end_ids,
+            index=index,
+            bad_word_ids=request.bad_word_ids,
         )
-        self.scheduler.add(request.seq)
+        if before is not None:
+            carry_over_logprobs(before, seq)
+        self.output_processor.follow(seq, request)
+        return seq
 
     def new_request_id(self) -> str:
         """A fresh id: the next number that no request in flight has for its name."""
-        while (request_id := str(next(self._ids))) in self._requests:
+        while (request_id := str(next(self._ids))) in self._calls.requests:
             pass
         return request_id
 
@@ -134,16 +175,16 @@ class LLMEngine:
         """Drop requests wherever they are; ids that are not here are passed over."""
         with self._guard(None):
             for request_id in request_ids:
-                request = self._forget(request_id)
-                if request is not None and request.seq is not None:
-                    self.scheduler.abort(request.seq)
+                request = self._calls.forget(request_id)
+                for seq in reversed(request.seqs if request is not None else ()):  # the first last: it has the forks
+                    self.scheduler.abort(seq)
 
-    def _forget(self, request_id: str) -> Request | None:
-        request = self._requests.pop(request_id, None)
-        call = self._calls.pop(request_id, None)
-        if call is not None:
-            call.pending.pop(request_id, None)
-        return request
+    def drop(self, call: Call) -> None:
+        """Abort what is left of a call whose caller has gone; whatever interrupts this, the next use completes it."""
+        if call.pending and self._dead is None:
+            call.broken = True
+            self.abort(list(call.pending))
+            call.broken = False
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -155,9 +196,9 @@ class LLMEngine:
                     yield call.finished.popleft()
                 if call.pending:
                     self.turn(call)
+            call.check()
         finally:
-            if call.pending:
-                self.abort(list(call.pending))
+            self.drop(call)
 
     def turn(self, call: Call | None = None) -> None:
         """One turn of the loop for whoever has work; an exception in it is charged to `call`.
@@ -180,20 +221,20 @@ class LLMEngine:
         """Wait for the oldest step in flight and give out what it finished."""
         step, pending = self._in_flight.popleft()
         output = pending.wait()  # tokens reach the host here, nowhere else
+        collect_logprobs(step, output)
         self.scheduler.update(step, output)
         self._num_steps += 1
         self._num_generated_tokens += len(output.token_ids)
-        finished = self.output_processor.process(step, self._requests)
-        if finished:
-            self.scheduler.finish([request.seq for request in finished if request.seq is not None])
-            for request in finished:
-                self._deliver(request)
+        ended = self.output_processor.process(step, self._calls.requests)
+        if ended:
+            self.scheduler.finish(ended)
+            for request_id in dict.fromkeys(seq.request_id for seq in ended):
+                request = self._calls.requests[request_id]
+                if request.is_finished:  # all its samples
+                    self._deliver(request)
 
     def _deliver(self, request: Request) -> None:
-        output = self.output_processor.output(request)
-        call = self._calls[request.request_id]
-        call.finished.append((request.position, output))
-        self._forget(request.request_id)
+        self._calls.deliver(request, self.output_processor.output(request))
 
     def _drain(self) -> None:
         """Nothing left to schedule: collect what is in flight, so that every row and block is free again."""
@@ -203,21 +244,19 @@ class LLMEngine:
 
     # ---- when something breaks ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def _guard(self, call: Call | None) -> Iterator[None]:
-        """Run a change of state whole, or mend: an exception out of it drops `call`'s requests, no others."""
-        self._check_alive()
-        if self._dirty:
-            self._recover()
+    def _guard(self, call: Call | None) -> _Guard:
+        return _Guard(self, call)
+
+    def _begin_change(self) -> None:
+        self._mend()
         self._dirty = True
-        try:
-            yield
-            self._dirty = False
-        except BaseException:
-            if call is not None:
-                call.broken = True
+
+    def _mend(self) -> None:
+        """Complete what an interrupt may have kept from being mended at once."""
+        self._check_alive()
+        if self._dirty or self._calls.has_orphans:
             self._recover()
-            raise
+            self._check_alive()
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -233,26 +272,70 @@ class LLMEngine:
         try:
             self.executor.recover()
         except RuntimeError as error:
-            self._dead = f"the engine is dead: the device failed with {error}"
-            for request_id in list(self._requests):
-                self._forget(request_id)
+            self._die(f"the engine is dead: the device failed with {error}")
             return
         self.scheduler.reset()
-        broken = {call for call in self._calls.values() if call.broken}
-        for request_id in list(self._requests):
-            call = self._calls.get(request_id)
-            delivered = call is not None and any(output.request_id == request_id for _, output in call.finished)
-            if call is None or call in broken or delivered:
-                self._forget(request_id)
-        for call in broken:
-            call.broken = False
-        for request in list(self._requests.values()):
-            seq = request.seq
-            if seq is not None and (seq.finish_reason or self.output_processor.check_end(seq, request)):
-                self._deliver(request)
-            else:
-                self._queue(request, seq.token_ids if seq is not None else request.prompt_token_ids)
+        self._calls.forget_dropped()
+        for request in list(self._calls.requests.values()):
+            try:
+                self._resume(request)
+            except Exception as error:  # or it would come up again and again
+                self._calls.lose(request.request_id, f"request {request.request_id} was lost to {error!r}")
+                raise
         self._dirty = False
+
+    def _resume(self, request: Request) -> None:
+        for seq in request.seqs:
+            if not seq.is_finished:
+                self.output_processor.check_end_again(seq, request)
+        if request.is_finished:
+            self._deliver(request)
+        else:
+            self._queue(request)
+
+    def _die(self, reason: str) -> None:
+        self._dead = self._dead or reason
+        self._in_flight.clear()
+        self._calls.lose_all(self._dead)
+
+    # ---- weights and memory -------------------------------------------------------------------------------------
+
+    def sleep(self, level: int) -> None:
+        """Give back the memory of weights, KV cache and graphs; see the LLM class."""
+        if level not in (1, 2):
+            raise ValueError(f"level must be 1 (weights go to the host) or 2 (weights are dropped), got {level!r}")
+        self._require_idle("sleep")
+        with self._guard(None):
+            self._drain()
+            self.scheduler.reset_prefix_cache()
+            self._asleep = True  # from here on, so that an interrupt does not leave half an engine in use
+            self.executor.sleep(level)
+
+    def wake_up(self) -> None:
+        """Take the memory again; see the LLM class."""
+        self._mend()
+        if self._asleep:
+            with self._guard(None):
+                self.executor.wake_up()
+                self._asleep = False
+
+    def update_weights(self, source: Any) -> None:
+        """Replace the weights in place; see the LLM class."""
+        self._require_idle("update_weights")
+        if self._asleep:
+            raise RuntimeError("update_weights: the engine is asleep: call wake_up() first")
+        with self._guard(None):
+            self._drain()
+            self.scheduler.reset_prefix_cache()
+            self.executor.update_weights(source)
+
+    def _require_idle(self, what: str) -> None:
+        self._mend()
+        if num_requests := len(self._calls.requests):
+            raise RuntimeError(
+                f"{what} needs an idle engine, and {num_requests} requests have not finished: run them to their end, "
+                "or abort them"
+            )
 
     # ---- facts --------------------------------------------------------------------------------------------------
 
@@ -278,8 +361,5 @@ class LLMEngine:
 
     def close(self) -> None:
         """Drop all requests and give back all device memory; may be called again."""
-        self._dead = self._dead or "the engine is closed"
-        self._in_flight.clear()
-        for request_id in list(self._requests):
-            self._forget(request_id)
+        self._die("the engine is closed")
         self._finalizer()

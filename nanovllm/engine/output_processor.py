@@ -1,8 +1,8 @@
 """From sampled ids to results.
 
-Owns: the end of a request (which id or length ended it) and its text. Invariant: every token of a live sequence is
-looked at exactly once, in order, before any later step's results. It deliberately decodes a request only when it is
-complete: nobody reads half a result here, and one decode of all ids is exact.
+Owns: the end of a sequence (which id, string or length ended it) and its text. Invariant: every token of a live
+sequence is looked at exactly once, in order, before any later step's results. It deliberately decodes a sequence only
+when it is complete, in one go; only where a stop string or a reader waits for text does `TextProgress` follow it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.logprobs import LogprobsBuilder
 from nanovllm.engine.request import Request, Tokenizer
 from nanovllm.engine.scheduler import Step
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stop import TextProgress
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 
@@ -24,28 +27,39 @@ class OutputProcessor:
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.tokenizer = tokenizer
-        self._num_text_ids = len(tokenizer) if tokenizer is not None else 0
+        self.detokenizer = Detokenizer(tokenizer)
+        self.logprobs = LogprobsBuilder(self.detokenizer)
 
-    def process(self, step: Step, requests: dict[str, Request]) -> list[Request]:
-        """Requests that this step's tokens ended, `finish_reason` set on their sequences.
+    def follow(self, seq: Sequence, request: Request) -> None:
+        """Before a sequence is queued: follow its text from its first token on, if there is a reason to."""
+        if request.params.stop or request.is_streamed:
+            seq.text_progress = TextProgress(request.params, self.detokenizer, request.is_streamed)
+
+    def process(self, step: Step, requests: dict[str, Request]) -> list[Sequence]:
+        """Sequences that this step's tokens ended, `finish_reason` set.
 
         One plain loop: it runs every step.
         """
-        finished: list[Request] = []
-        plan = step.plan
-        now: float | None = None
-        for i in range(plan.num_sampled):
-            seq = step.seqs[i]
-            request = requests.get(seq.request_id)
-            if request is None or request.seq is not seq or seq.finish_reason is not None:
-                continue  # ended, or gone, while this step was in flight
-            if i >= plan.num_decodes and request.metrics.first_token_time is None:
-                now = now or time.monotonic()
-                request.metrics.first_token_time = now
-            if self.check_end(seq, request):
-                finished.append(request)
+        finished: list[Sequence] = []
+        for seq in step.seqs[: step.plan.num_sampled]:
+            if seq.finish_reason is not None:
+                continue  # it ended while this step was in flight
+            token_ids = seq.token_ids
+            num_tokens, token_id = len(token_ids), token_ids[-1]
+            if num_tokens - seq.num_prompt_tokens == 1:
+                self._note_first_token(requests.get(seq.request_id))
+            # what nearly every token fails at, before anything is looked up
+            may_end = token_id < 0 or token_id in seq.end_ids or num_tokens >= seq.max_total_tokens
+            if may_end or seq.text_progress is not None:
+                request = requests.get(seq.request_id)
+                if request is not None and self.check_end(seq, request):
+                    finished.append(seq)
         return finished
+
+    @staticmethod
+    def _note_first_token(request: Request | None) -> None:
+        if request is not None and request.metrics.first_token_time is None:
+            request.metrics.first_token_time = time.monotonic()
 
     @staticmethod
     def check_end(seq: Sequence, request: Request) -> bool:
@@ -61,45 +75,58 @@ class OutputProcessor:
                 "suit this prompt; dtype='float32' or 'bfloat16' has more range than 'float16'"
             )
         elif token_id in request.end_ids:
+            if token_id in (request.params.stop_token_ids or ()):
+                seq.stop_reason = token_id
+            elif seq.text_progress is not None:
+                seq.stop_reason = seq.text_progress.special_stop(token_id)
+            seq.finish_reason = "stop"
+        elif seq.text_progress is not None and (stop := seq.text_progress.advance(seq)) is not None:
+            seq.stop_reason = stop
             seq.finish_reason = "stop"
         elif len(seq.token_ids) >= seq.max_total_tokens:
             seq.finish_reason = "length"
         return seq.finish_reason is not None
 
+    def check_end_again(self, seq: Sequence, request: Request) -> bool:
+        """The same after an exception, which may have come in the middle: the text is read from its start."""
+        self.follow(seq, request)
+        return self.check_end(seq, request)
+
     def output(self, request: Request) -> RequestOutput:
         """The result of a finished request, text decoded."""
-        seq = request.seq
-        assert seq is not None
         request.metrics.finished_time = time.monotonic()
-        token_ids = seq.token_ids[seq.num_prompt_tokens :]
-        if request.error is not None:
-            token_ids = token_ids[:-1]
-        completion = CompletionOutput(token_ids=token_ids, finish_reason=seq.finish_reason)
-        text_ids = token_ids
-        if seq.finish_reason == "stop":
-            text_ids = token_ids[:-1]
-            if token_ids[-1] in (request.params.stop_token_ids or ()):
-                completion.stop_reason = token_ids[-1]
-        completion.text = self.decode(text_ids, request.params.skip_special_tokens)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            num_cached_tokens=seq.num_cached_tokens,
+            outputs=[self._completion(request, seq) for seq in request.seqs],
+            prompt_logprobs=self.logprobs.of_prompt(request.seqs[0], request.params.detokenize),
+            num_cached_tokens=request.seqs[0].num_cached_tokens,
             error=request.error,
             metrics=request.metrics,
         )
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """Text of `token_ids`; ids beyond the tokenizer (a padded vocabulary's) have none."""
-        if self.tokenizer is None or not token_ids:
+    def _completion(self, request: Request, seq: Sequence) -> CompletionOutput:
+        token_ids = seq.token_ids[seq.num_prompt_tokens :]
+        if seq.finish_reason == "error":
+            token_ids = token_ids[:-1]
+        completion = CompletionOutput(index=seq.index, token_ids=token_ids, finish_reason=seq.finish_reason)
+        completion.stop_reason = seq.stop_reason
+        completion.text = self._text(token_ids, seq, request)
+        self.logprobs.add_to(completion, seq, request.params.detokenize)
+        return completion
+
+    def _text(self, token_ids: list[int], seq: Sequence, request: Request) -> str:
+        """One decode, without the end id that fired, cut at the stop string that fired."""
+        params = request.params
+        if not params.detokenize:
             return ""
-        if max(token_ids) >= self._num_text_ids:
-            token_ids = [token_id for token_id in token_ids if token_id < self._num_text_ids]
-        return self.tokenizer.decode(
-            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        stop_start = seq.text_progress.stop_start if seq.text_progress is not None else None
+        ended_by_last_token = seq.finish_reason == "stop" and stop_start is None
+        text_ids = token_ids[:-1] if ended_by_last_token else token_ids
+        text = self.detokenizer.decode(text_ids, params.skip_special_tokens)[:stop_start]
+        is_included = params.include_stop_str_in_output and isinstance(seq.stop_reason, str)
+        return text + str(seq.stop_reason) if is_included else text
 
 
 def error_output(request_id: str, prompt: str | None, token_ids: Iterable[int], error: str) -> RequestOutput:

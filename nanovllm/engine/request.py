@@ -8,7 +8,7 @@ deliberately queues nothing: all requests of a call are checked before any of th
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Protocol
@@ -23,14 +23,14 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class Tokenizer(Protocol):
     """What the engine needs of a transformers tokenizer."""
 
-    def __call__(self, text: list[str]) -> Mapping[str, list[list[int]]]: ...
+    def __call__(self, text: list[str], **kwargs: Any) -> Mapping[str, list[list[int]]]: ...
     def __len__(self) -> int: ...
     def decode(self, token_ids: list[int], **kwargs: Any) -> str: ...
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request, checked; `seq` is its sequence once it is queued."""
+    """One request, checked; `seqs` are its samples, by index, once it is queued."""
 
     request_id: str
     prompt: str | None
@@ -40,9 +40,16 @@ class Request:
     max_total_tokens: int
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
     seed: int = 0
-    seq: EngineSequence | None = None
+    seqs: list[EngineSequence] = field(default_factory=list)
     position: int = 0  # in its call
     error: str | None = None
+    is_streamed: bool = False
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def is_finished(self) -> bool:
+        """All its samples have ended."""
+        return bool(self.seqs) and all(seq.finish_reason is not None for seq in self.seqs)
 
 
 def _mix(a: int, b: int) -> int:
@@ -56,6 +63,11 @@ def _mix(a: int, b: int) -> int:
 def request_seed(params: SamplingParams, engine_seed: int, ordinal: int) -> int:
     """The 64-bit seed of a request: its own, or one drawn from the engine's seed and its place in the engine's life."""
     return params.seed % 2**64 if params.seed is not None else _mix(engine_seed % 2**64, ordinal)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The 64-bit seed of a request's sample: the first one's is the request's own."""
+    return seed if index == 0 else _mix(seed, index)
 
 
 def is_single_prompt(prompts: Any) -> bool:
@@ -112,13 +124,14 @@ class Limits:
     max_model_len: int
     pool_tokens: int  # that the whole KV pool holds
     eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None = None  # for bad_words and stop strings
 
     def check(self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams) -> Request:
         """A Request of checked parts.
 
         Raises:
-            ValueError: an empty prompt, an id outside the vocabulary, a prompt of max_model_len tokens or more, or a
-                request that the whole KV pool could not hold.
+            ValueError: an empty prompt, an id outside the vocabulary, a prompt of max_model_len tokens or more, a
+                request that the whole KV pool could not hold, or bad_words where there is no tokenizer.
         """
         if params.truncate_prompt_tokens is not None:
             token_ids = self._truncate(token_ids, params)
@@ -135,16 +148,35 @@ class Limits:
                 f"generate: at most {self.max_model_len - 1} prompt tokens (truncate_prompt_tokens=-1 keeps the last "
                 "that fit)"
             )
-        for token_id in params.stop_token_ids or ():
-            if token_id >= self.vocab_size:
-                raise ValueError(
-                    f"stop token id {token_id} is outside the vocabulary: ids are 0 to {self.vocab_size - 1}"
-                )
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop strings need a tokenizer, and this engine has none, got stop={params.stop!r}")
+        self._check_ids("stop token", params.stop_token_ids)
+        self._check_ids("logit_bias token", params.logit_bias)
+        self._check_ids("allowed token", params.allowed_token_ids)
         max_total_tokens = self._max_total_tokens(num_prompt_tokens, params)
         end_ids = tuple(
             dict.fromkeys((*(() if params.ignore_eos else self.eos_token_ids), *(params.stop_token_ids or ())))
         )
-        return Request(request_id, prompt, token_ids, params, end_ids, max_total_tokens)
+        bad_word_ids = self._bad_word_ids(params.bad_words) if params.bad_words else ()
+        return Request(request_id, prompt, token_ids, params, end_ids, max_total_tokens, bad_word_ids=bad_word_ids)
+
+    def _check_ids(self, what: str, token_ids: Iterable[int] | None) -> None:
+        highest = max(token_ids, default=0) if token_ids is not None else 0
+        if highest >= self.vocab_size:
+            raise ValueError(f"{what} id {highest} is outside the vocabulary: ids are 0 to {self.vocab_size - 1}")
+
+    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as the tokens that it is at the start of a text and behind a space."""
+        if self.tokenizer is None:
+            raise ValueError("bad_words need a tokenizer, and this engine has none: use logit_bias on token ids")
+        texts = [space + word.lstrip() for word in words for space in ("", " ")]
+        found: dict[tuple[int, ...], None] = {}
+        for text, token_ids in zip(texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+            if not token_ids:
+                raise ValueError(f"bad_words must be strings that have tokens, got {text!r}")
+            self._check_ids("bad_words token", token_ids)
+            found[tuple(token_ids)] = None
+        return tuple(found)
 
     def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Prompt and output at most. Without max_tokens the model's length and the pool bound it."""

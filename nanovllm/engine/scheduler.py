@@ -13,14 +13,14 @@ each layer stores the keys of the whole step before any of its queries reads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from nanovllm.engine.admission import Admission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.decodes import Decodes
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Chunk, Step, place_chunks
-from nanovllm.messages import ModelRunnerOutput, NewRow, SchedulerOutput
+from nanovllm.engine.step import Chunk, Step, new_row, place_chunks
+from nanovllm.messages import ModelRunnerOutput, SchedulerOutput
 
 __all__ = ["Scheduler", "Step"]
 
@@ -99,11 +99,18 @@ class Scheduler:
         return self.max_num_seqs - len(self._free_rows)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. It must fit (`can_ever_fit`) and have room for at least one more token."""
-        assert 0 < len(seq.token_ids) < seq.max_total_tokens <= self.max_model_len and not seq.is_finished
+        """Queue a sequence. It must fit (`can_ever_fit`) and have room for at least one more token.
+
+        Its `forks`, of which the same holds, come with it: they wait until its prompt is computed.
+        """
+        for each in (seq, *seq.forks):
+            assert 0 < len(each.token_ids) < each.max_total_tokens <= self.max_model_len and not each.is_finished
         self.blocks.hash_blocks(seq)
+        self._queue(seq, self._waiting.append)
+
+    def _queue(self, seq: Sequence, put: Callable[[Sequence], None]) -> None:
         seq.is_waiting = True
-        self._waiting.append(seq)
+        put(seq)
         self._num_waiting += 1
         self._may_admit = True
 
@@ -132,8 +139,10 @@ class Scheduler:
         Returns the sequences that were running or waiting; they hold nothing any more.
         """
         dropped = [*self._running, *(seq for seq in self._waiting if seq.is_waiting)]
+        dropped += [fork for seq in dropped for fork in seq.forks if not fork.is_finished]
         for seq in dropped:
             seq.row, seq.block_table, seq.is_waiting = 0, [], False
+            seq.forks, seq.prompt_blocks = [], []
             seq.num_computed = seq.num_speculative = 0
         output_ratio = self._admission.output_ratio
         self._clear()
@@ -211,9 +220,10 @@ class Scheduler:
             self._admit(plan, chunks, budget)
         if chunks:
             seqs = place_chunks(plan, seqs, chunks, self.max_tokens_per_decode - 1)
+            self._settle_forks(chunks)
         if not seqs:
-            if self._decodes.is_short and not self._in_flight:
-                return self.schedule()  # no decode found a block: preempt now
+            if not self._in_flight and (self._decodes.is_short or self._give_up_prompts()):
+                return self.schedule()  # no decode found a block: preempt now; or there is more room now
             return None
         self._num_steps += 1
         step = Step(plan, seqs)
@@ -241,6 +251,31 @@ class Scheduler:
         if is_final:
             self._decodes.join(seq)
         return Chunk(seq, start, end - start, is_final)
+
+    def _settle_forks(self, chunks: list[Chunk]) -> None:
+        """Behind this plan: forks that it starts let go of what they held, and prompts that it completes have forks.
+
+        A fork's blocks are copied before anything else of a plan, so no block is given away in the plan that copies
+        it, and none is copied in the plan that fills it.
+        """
+        for chunk in chunks:
+            seq = chunk.seq
+            if seq.prompt_blocks:
+                self.blocks.release_prompt(seq)
+            if seq.forks and seq.num_computed >= seq.num_prompt_tokens - 1:
+                for fork in reversed(seq.forks):  # to the head of the queue: they hold blocks
+                    if not fork.is_finished:
+                        self.blocks.share_prompt(seq, fork)
+                        self._queue(fork, self._waiting.appendleft)
+                seq.forks = []
+
+    def _give_up_prompts(self) -> bool:
+        """Take back what waiting forks hold, where there is no other way on; they compute their prompt again."""
+        holding = [seq for seq in self._waiting if seq.is_waiting and seq.prompt_blocks]
+        for fork in holding:
+            self.blocks.release_prompt(fork)
+            self._may_admit = True
+        return bool(holding)
 
     # ---- admission and preemption -------------------------------------------------------------------------------
 
@@ -277,25 +312,19 @@ class Scheduler:
         blocks.allocate(seq, blocks.num_blocks_for(len(seq.token_ids)), hits)
         seq.row = self._free_rows.pop()
         seq.num_computed = len(hits) * blocks.block_size
+        if seq.prompt_blocks:
+            seq.num_computed = seq.num_prompt_tokens - 1
+            if len(seq.prompt_blocks) > len(hits):
+                plan.block_copies.append((seq.prompt_blocks[-1], seq.block_table[len(hits)]))
+        else:
+            self.num_prompt_tokens_cached += min(seq.num_computed, seq.num_prompt_tokens)
         seq.is_waiting = False
         self._num_waiting -= 1
         self._running[seq] = None
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = seq.num_computed
-        self.num_prompt_tokens_cached += min(seq.num_computed, seq.num_prompt_tokens)
         self.max_seqs_in_flight = max(self.max_seqs_in_flight, self.num_seqs_in_flight)
-        plan.new_rows.append(
-            NewRow(
-                row=seq.row,
-                token_ids=list(seq.token_ids),
-                num_prompt_tokens=seq.num_prompt_tokens,
-                num_computed_tokens=seq.num_computed,
-                block_table=list(seq.block_table),
-                sampling_params=seq.sampling_params,
-                seed=seq.seed,
-                end_ids=seq.end_ids,
-            )
-        )
+        plan.new_rows.append(new_row(seq))
 
     def _preempt(self) -> None:
         """Nothing is in flight: send the latest back to the queue until all others can decode."""
@@ -312,10 +341,19 @@ class Scheduler:
             self.num_preemptions += 1
             self._admission.observe_preemption()
             self._may_admit = False  # until a sequence ends
+        if self._decodes.num_blocks_short() > 0:
+            self._give_up_prompts()
 
     def _drop(self, seq: Sequence) -> None:
+        if seq.forks:  # it ends before its prompt is computed: the next one computes it
+            heirs = [fork for fork in seq.forks if not fork.is_finished]
+            seq.forks = []
+            if heirs:
+                heirs[0].forks = heirs[1:]
+                self._queue(heirs[0], self._waiting.appendleft)
         if seq.is_waiting:
             seq.is_waiting = False
+            self.blocks.release_prompt(seq)
             self._num_waiting -= 1
             self._may_admit = True  # it may have been the head that others waited for
             if self._num_waiting == 0:

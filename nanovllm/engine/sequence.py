@@ -15,7 +15,13 @@ one.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from nanovllm.messages import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.stop import TextProgress
 
 
 class Sequence:
@@ -29,6 +35,8 @@ class Sequence:
         max_total_tokens: length at which the sequence ends: min(prompt + max_tokens, max_model_len).
         seed: 64-bit seed of this sample.
         end_ids: ids that end it (what min_tokens holds back).
+        index: which sample of its request it is.
+        bad_word_ids: token sequences that must not be completed.
 
     Attributes:
         row: its row on the device; 0 when it has none.
@@ -38,8 +46,15 @@ class Sequence:
         num_computed: tokens whose KV every step submitted so far will have computed, at least.
         num_speculative: tokens that drafts in flight may add beyond one for each step; 0 without drafts.
         num_cached_tokens: tokens that its first admission found in the prefix cache.
+        forks: other samples of the same prompt, to be queued once this one's prompt is computed.
+        prompt_blocks: of a fork that waits: blocks, held by reference, of the prompt without its last token. The last
+            of them may be full only in part, and is copied when the fork starts.
+        logprobs: of the generated tokens that the host knows; None if nobody asked.
+        prompt_logprobs: of the prompt's second token and the following, as far as known; of the first sample alone.
+            None if nobody asked.
         finish_reason: None while it lives; then "stop", "length", "abort" or "error".
         stop_reason: what fired, for whoever decides on stops; never read here.
+        text_progress: of a sequence whose text is followed while it grows, for the same.
     """
 
     __slots__ = (
@@ -50,6 +65,10 @@ class Sequence:
         "max_total_tokens",
         "seed",
         "end_ids",
+        "bad_word_ids",
+        "logprobs",
+        "prompt_logprobs",
+        "index",
         "has_exact_length",
         "row",
         "block_table",
@@ -60,11 +79,14 @@ class Sequence:
         "num_preemptions",
         "finish_reason",
         "stop_reason",
+        "text_progress",
         # the scheduler's
         "is_waiting",
+        "forks",
         "num_bypassed",
         "last_chunk_step",
         # the block manager's
+        "prompt_blocks",
         "block_hashes",
         "block_contents",
         "num_registered_blocks",
@@ -82,6 +104,8 @@ class Sequence:
         max_total_tokens: int,
         seed: int = 0,
         end_ids: tuple[int, ...] = (),
+        index: int = 0,
+        bad_word_ids: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.request_id = request_id
         self.token_ids = token_ids
@@ -90,11 +114,14 @@ class Sequence:
         self.max_total_tokens = max_total_tokens
         self.seed = seed
         self.end_ids = end_ids
+        self.index = index
+        self.bad_word_ids = bad_word_ids
+        self.logprobs: list[TokenLogprobs] | None = None if sampling_params.logprobs is None else []
+        wants_prompt_logprobs = sampling_params.prompt_logprobs is not None and index == 0
+        self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt_logprobs else None
         # Nothing but its length can end it, so the length is known beforehand.
         self.has_exact_length = (
-            sampling_params.ignore_eos
-            and not sampling_params.stop_token_ids
-            and not getattr(sampling_params, "stop", None)
+            sampling_params.ignore_eos and not sampling_params.stop_token_ids and not sampling_params.stop
         )
         self.row = 0
         self.block_table: list[int] = []
@@ -105,9 +132,12 @@ class Sequence:
         self.num_preemptions = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.text_progress: TextProgress | None = None
         self.is_waiting = False
+        self.forks: list[Sequence] = []
         self.num_bypassed = 0
         self.last_chunk_step = -1
+        self.prompt_blocks: list[int] = []
         self.block_hashes: list[int] = []
         self.block_contents: list[bytes] = []
         self.num_registered_blocks = 0
@@ -134,6 +164,13 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Generated tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def first_prompt_logprob(self) -> int | None:
+        """The first prompt position whose logprob is still wanted; None: no more. Position 0 has none."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) + 1 >= self.num_prompt_tokens:
+            return None
+        return len(self.prompt_logprobs) + 1
 
     @property
     def steps_in_flight(self) -> int:

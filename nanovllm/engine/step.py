@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.messages import SchedulerOutput
+from nanovllm.messages import NewRow, SchedulerOutput
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +28,22 @@ class Chunk:
     start: int
     num_tokens: int
     is_final: bool  # reaches the end of the known tokens: samples
+
+
+def new_row(seq: Sequence) -> NewRow:
+    """All that the device has to know of a sequence that starts."""
+    return NewRow(
+        row=seq.row,
+        token_ids=list(seq.token_ids),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_computed_tokens=seq.num_computed,
+        block_table=list(seq.block_table),
+        sampling_params=seq.sampling_params,
+        seed=seq.seed,
+        end_ids=seq.end_ids,
+        bad_word_ids=seq.bad_word_ids,
+        first_prompt_logprob=seq.first_prompt_logprob,
+    )
 
 
 def place_chunks(

@@ -12,6 +12,7 @@ import math
 import numpy as np
 import torch
 
+from nanovllm.kernels.copy_blocks import copy_blocks
 from nanovllm.model_config import ModelConfig
 
 CPU_POOL_BYTES = 1 << 30
@@ -24,22 +25,32 @@ def bytes_per_block(model_config: ModelConfig, block_size: int, dtype: torch.dty
     return per_token * block_size
 
 
-def allocate_kv_cache(
-    model_config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """K and V of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each.
+class KVCache:
+    """K and V of all layers, one tensor [2 * num_layers, num_blocks, block_size, num_kv_heads, head_dim].
 
     Zeroed, since a masked key is multiplied by 0, and 0 times a stale NaN is NaN.
-    """
-    shape = (num_blocks, block_size, model_config.num_kv_heads, model_config.head_dim)
 
-    def zeros() -> torch.Tensor:
+    Attributes:
+        layers: (K, V) of each layer, [num_blocks, block_size, num_kv_heads, head_dim] each: views.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        num_caches = 2 * model_config.num_layers
+        shape = (num_caches, num_blocks, block_size, model_config.num_kv_heads, model_config.head_dim)
         if device.type == "cpu":  # numpy's zeros take no memory until a page is touched; torch's touch them all
             num_bytes = math.prod(shape) * dtype.itemsize
-            return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
-        return torch.zeros(shape, dtype=dtype, device=device)
+            self._data = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+        else:
+            self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = [(self._data[i], self._data[i + 1]) for i in range(0, num_caches, 2)]
 
-    return [(zeros(), zeros()) for _ in range(model_config.num_layers)]
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) in every layer, enqueued; no block is both."""
+        on_gpu = self._data.is_cuda
+        host = torch.tensor(pairs, dtype=torch.int32, pin_memory=on_gpu)  # [n, 2]
+        copy_blocks(self._data, host.to(self._data.device, non_blocking=on_gpu))
 
 
 def num_blocks_for_cpu(block_bytes: int, max_num_seqs: int, max_blocks_per_seq: int) -> int:
@@ -64,7 +75,9 @@ class GpuMemory:
     def held(self) -> int:
         """Bytes this engine holds now, the context's allowance included."""
         free, _ = torch.cuda.mem_get_info(self.device)
-        return self.free_at_start - free + CONTEXT_BYTES
+        # what torch reserved is ours for sure, also where others gave memory back meanwhile
+        reserved = torch.cuda.memory_reserved(self.device) - self.reserved_at_start
+        return max(self.free_at_start - free, reserved) + CONTEXT_BYTES
 
     def num_blocks(self, block_bytes: int, graph_bytes: int, min_blocks: int, utilization: float) -> int:
         """Blocks that fit what is left of the allowance, and of the card, once `graph_bytes` are set aside.

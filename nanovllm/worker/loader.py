@@ -38,10 +38,18 @@ def load_weights(model: nn.Module, folder: str | Path, model_config: ModelConfig
         ValueError: no usable weight file, an index that names what is not there, or tensors that are missing,
             unexpected, quantized or of the wrong shape.
     """
+    apply_weights(model, checked_weights(model, folder, model_config), model_config.tie_word_embeddings)
+
+
+def checked_weights(model: nn.Module, folder: str | Path, model_config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a folder's weights, once their names and shapes have been found to fit the model.
+
+    Raises:
+        ValueError: as `load_weights`.
+    """
     files = weight_files(Path(folder).expanduser())
-    tied = model_config.tie_word_embeddings
-    _check(weight_targets(model), dict(_iterate_shapes(files)), tied)
-    apply_weights(model, iterate_weights(files), tied)
+    _check(weight_targets(model), dict(_iterate_shapes(files)), model_config.tie_word_embeddings)
+    return iterate_weights(files)
 
 
 def apply_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], tied: bool) -> None:

@@ -28,13 +28,15 @@ from nanovllm.messages import SchedulerOutput
 from nanovllm.models import build_model
 from nanovllm.worker.cuda_graphs import CudaGraphs, DecodeGraph, graph_sizes
 from nanovllm.worker.input_batch import InputBatch
-from nanovllm.worker.kv_cache import GpuMemory, allocate_kv_cache, bytes_per_block, num_blocks_for_cpu
+from nanovllm.worker.kv_cache import GpuMemory, KVCache, bytes_per_block, num_blocks_for_cpu
 from nanovllm.worker.loader import initialize_dummy_weights, load_weights
-from nanovllm.worker.logits import LogitsMasks
+from nanovllm.worker.logits import LogitsEdits, StepEdits
+from nanovllm.worker.logprobs import LogprobsRunner
 from nanovllm.worker.output_ring import OutputRing, PendingOutput
 from nanovllm.worker.persistent_batch import PersistentBatch
-from nanovllm.worker.platform import resolve_device, resolve_dtype
-from nanovllm.worker.warmup import KernelWarmup, model_calls, step_calls
+from nanovllm.worker.platform import compute_stream, resolve_device, resolve_dtype
+from nanovllm.worker.warmup import KernelWarmup, model_calls, product_calls, step_calls
+from nanovllm.worker.weights import Source, Weights
 
 logger = logging.getLogger("nanovllm")
 
@@ -76,7 +78,7 @@ class ModelRunner:
         config.device, config.dtype = self.device.type, str(self.dtype).removeprefix("torch.")
         if config.max_in_flight is None:
             config.max_in_flight = 2 if self.is_cuda else 1
-        self.stream = torch.cuda.Stream(self.device) if self.is_cuda else None
+        self.stream = compute_stream(self.device)
         self.memory = GpuMemory(self.device, config.gpu_memory_utilization) if self.is_cuda else None
         self.graphs: CudaGraphs | None = None
         with torch.cuda.stream(self.stream), torch.no_grad():
@@ -114,6 +116,8 @@ class ModelRunner:
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
         self.warmup.start(step_calls(model_config, self.dtype, self.device, self.backend, config.max_num_seqs))
         self.model = build_model(model_config, self.backend, self.dtype, self.device)
+        self.warmup.start(product_calls(self.model, self.dtype, graph_sizes(config.max_num_seqs)))
+        self.weights = Weights(self.model, model_config)
         if config.load_format == "dummy":
             initialize_dummy_weights(self.model, config.seed)
         else:
@@ -131,7 +135,8 @@ class ModelRunner:
         # one buffer for all graphs: each holding its own logits would cost gigabytes
         self.logits = torch.empty(config.max_num_seqs, model_config.vocab_size, dtype=self.dtype, device=self.device)
         self.sampler = Sampler(model_config.vocab_size, config.max_num_seqs, self.device)
-        self.masks = LogitsMasks(self.device)
+        self.edits = LogitsEdits(self.batch, model_config.vocab_size)
+        self.logprobs = LogprobsRunner(self.batch, model_config.vocab_size, self.model.compute_logits)
         self.outputs = OutputRing(config.max_num_seqs, self.device, self.stream, num_slots)
         self.warmup.wait()
 
@@ -148,7 +153,12 @@ class ModelRunner:
         elif num_blocks is None:
             num_blocks = num_blocks_for_cpu(block_bytes, config.max_num_seqs, self.max_blocks_per_seq)
         self.num_kvcache_blocks = config.num_kvcache_blocks = num_blocks
-        self.kv_caches = allocate_kv_cache(self.model_config, num_blocks, self.block_size, self.dtype, self.device)
+        self._new_kv_cache()
+
+    def _new_kv_cache(self) -> None:
+        self.kv_cache: KVCache | None = KVCache(
+            self.model_config, self.num_kvcache_blocks, self.block_size, self.dtype, self.device
+        )
 
     def _profile(self) -> None:
         """Run the largest step once, on row 0 alone, so that its workspace is in torch's pool before the KV cache is
@@ -157,7 +167,7 @@ class ModelRunner:
         It compiles the kernels of a prompt step too. All rows share row 0's block table, which is block 0.
         """
         config = self.config
-        self.kv_caches = allocate_kv_cache(self.model_config, 2, self.block_size, self.dtype, self.device)
+        self.kv_cache = KVCache(self.model_config, 2, self.block_size, self.dtype, self.device)
         num_tokens = config.max_num_batched_tokens
         num_rows = max(min(config.max_num_seqs, num_tokens), -(-num_tokens // config.max_model_len))
         num_rows = min(num_rows, config.max_num_seqs)
@@ -166,7 +176,7 @@ class ModelRunner:
         self.batch.apply(plan, num_rows)
         self._run_step(self._shape_of(plan))
         torch.cuda.synchronize(self.device)
-        self.kv_caches = []
+        self.kv_cache = None
 
     def _graph_bytes(self) -> int:
         """An estimate of what the graphs will take: the largest one's tensors, and the driver's share of each graph."""
@@ -221,12 +231,17 @@ class ModelRunner:
             graphs = self.graphs if plan.num_decodes == len(plan.rows) else None
             num_padded = graphs.padded_size(len(plan.rows)) if graphs is not None else len(plan.rows)
             self.batch.apply(plan, num_padded)
-            self.masks.apply_plan(plan)
+            if plan.block_copies:
+                assert self.kv_cache is not None
+                self.kv_cache.copy_blocks(plan.block_copies)
+            self.edits.apply_plan(plan)
+            self.logprobs.apply_plan(plan)
             if graphs is not None:
                 sampled = self._replay(graphs[num_padded], plan, num_padded)
             else:
                 sampled = self._run_step(self._shape_of(plan), plan)
-            return self.outputs.end(started, sampled[: plan.num_sampled])
+            sampled = sampled[: plan.num_sampled]
+            return self.outputs.end(started, sampled, self.logprobs.finish(plan, self.logits, sampled))
 
     def _shape_of(self, plan: SchedulerOutput) -> StepShape:
         return StepShape(
@@ -241,12 +256,10 @@ class ModelRunner:
 
     def _run_step(self, shape: StepShape, plan: SchedulerOutput | None = None) -> torch.Tensor:
         """Prepare, model, logits, sample, advance, launched one by one; returns the sampled ids, int32 [S]."""
-        logits = self._forward(shape)
-        if plan is not None:
-            self.masks.mask(logits, plan)
-        return self._sample(logits, shape)
+        logits = self._forward(shape, plan)
+        return self._sample(logits, shape, self.edits.of_step(plan) if plan is not None else None)
 
-    def _forward(self, shape: StepShape) -> torch.Tensor:
+    def _forward(self, shape: StepShape, plan: SchedulerOutput | None = None) -> torch.Tensor:
         metadata = self.inputs.prepare(
             shape.num_rows,
             shape.num_tokens,
@@ -257,17 +270,23 @@ class ModelRunner:
         )
         input_ids, positions = self.inputs.input_ids, self.inputs.positions
         num_tokens = shape.num_tokens
-        hidden = self.model(input_ids[:num_tokens], positions[:num_tokens], self.kv_caches, metadata)  # [T, H]
+        assert self.kv_cache is not None
+        hidden = self.model(input_ids[:num_tokens], positions[:num_tokens], self.kv_cache.layers, metadata)  # [T, H]
+        if plan is not None:
+            self.logprobs.of_prompts(plan, hidden)
         if shape.num_decodes != shape.num_rows:  # the last token of each row that samples
             hidden = hidden[metadata.cu_seqlens_q[1 : shape.num_sampled + 1] - 1]  # [S, H]
         return self.model.compute_logits(hidden, self.logits[: shape.num_sampled])  # [S, V]
 
-    def _sample(self, logits: torch.Tensor, shape: StepShape) -> torch.Tensor:
+    def _sample(self, logits: torch.Tensor, shape: StepShape, edits: StepEdits | None = None) -> torch.Tensor:
         batch = self.batch
         rows = batch.step_rows[: shape.num_rows]
         is_decode = shape.num_decodes == shape.num_rows
         cu_seqlens_q = self.inputs.decode_cu_seqlens_q if is_decode else batch.step_cu_seqlens_q
-        sampled = self.sampler(logits, rows[: shape.num_sampled], batch)  # int32 [S]
+        if edits is None:
+            sampled = self.sampler(logits, rows[: shape.num_sampled], batch)  # int32 [S]
+        else:
+            sampled = edits.sample(logits, rows[: shape.num_sampled], self.sampler, batch)
         advance(
             rows,
             cu_seqlens_q[: shape.num_rows + 1],
@@ -282,13 +301,14 @@ class ModelRunner:
     def _decode_logits(self, size: int) -> torch.Tensor:
         return self._forward(StepShape.decode(size, self.config.max_model_len))
 
-    def _sample_decodes(self, logits: torch.Tensor, size: int) -> torch.Tensor:
-        return self._sample(logits, StepShape.decode(size, self.config.max_model_len))
+    def _sample_decodes(self, logits: torch.Tensor, size: int, edits: StepEdits | None = None) -> torch.Tensor:
+        return self._sample(logits, StepShape.decode(size, self.config.max_model_len), edits)
 
     def _replay(self, graph: DecodeGraph, plan: SchedulerOutput, size: int) -> torch.Tensor:
         graph.model.replay()
-        if self.masks.mask(graph.logits, plan):  # rarer sampling runs outside the graph
-            return self._sample_decodes(graph.logits, size)
+        edits = self.edits.of_step(plan)
+        if edits is not None:  # rarer sampling runs outside the graph
+            return self._sample_decodes(graph.logits, size, edits)
         graph.sample.replay()
         return graph.sampled
 
@@ -302,26 +322,68 @@ class ModelRunner:
     def reset(self) -> None:
         """After a broken step: forget what the host believes the device to hold. The next plans bring all rows anew."""
         self.batch.reset()
-        self.masks.reset()
+        self.edits.reset()
+        self.logprobs.reset()
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Give back the memory of graphs, KV cache, logits and weights; rows and small buffers stay."""
+        self.synchronize()
+        if self.graphs is not None:
+            self.graphs.clear()
+            self.graphs = None
+        self.kv_cache = None
+        self.logits.untyped_storage().resize_(0)
+        self.weights.release(keep_weights)
+        self._empty_cache()
+
+    def wake_up(self) -> None:
+        """Take the memory again, as far as it was given back; graphs are captured anew. All of it or none."""
+        try:
+            with torch.cuda.stream(self.stream), torch.no_grad():
+                self.weights.restore()
+                self.logits.untyped_storage().resize_(self.logits.numel() * self.logits.element_size())
+                if self.kv_cache is None:
+                    self._new_kv_cache()
+                self.batch.step_rows.zero_()  # graphs warm up on row 0: others may be full, and would overflow
+                self.reset()
+                if self.graphs is None:
+                    self._capture_graphs()
+            self.synchronize()
+        except BaseException:
+            self.sleep(keep_weights=self.weights.missing is None)
+            raise
+        self.weights.settle()
+
+    def update_weights(self, source: Source) -> None:
+        """Replace the weights in place, in the caller's stream, in which the tensors may just be computed."""
+        self.synchronize()
+        with torch.no_grad():
+            self.weights.update(source)
+        self.synchronize()
 
     def close(self) -> None:
         """Give back all device memory."""
         if self.graphs is not None:
             self.graphs.clear()
-        for name in (
+        for name in [
             "graphs",
             "model",
-            "kv_caches",
+            "weights",
+            "kv_cache",
             "batch",
             "inputs",
             "logits",
             "sampler",
-            "masks",
+            "edits",
+            "logprobs",
             "outputs",
             "backend",
-        ):
+        ]:
             if hasattr(self, name):
                 delattr(self, name)
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.messages import ModelRunnerOutput
+from nanovllm.worker.logprobs import PendingLogprobs
 
 
 @dataclass(slots=True)
@@ -21,12 +22,15 @@ class PendingOutput:
     slot: int
     num_sampled: int
     ids: torch.Tensor | None = None  # on the CPU: the ids themselves
+    logprobs: PendingLogprobs | None = None
 
     def wait(self) -> ModelRunnerOutput:
         """Block until the step has run; its sampled ids. Raises what the device raised."""
-        if self.ids is not None:
-            return ModelRunnerOutput(self.ids.tolist())
-        return ModelRunnerOutput(self.ring.read(self.slot, self.num_sampled))
+        ids = self.ids.tolist() if self.ids is not None else self.ring.read(self.slot, self.num_sampled)
+        output = ModelRunnerOutput(ids)
+        if self.logprobs is not None:
+            self.logprobs.fill(output)
+        return output
 
 
 class OutputRing:
@@ -59,18 +63,21 @@ class OutputRing:
         self._started[slot].record(self.compute_stream)
         return slot
 
-    def end(self, slot: int, sampled: torch.Tensor) -> PendingOutput:
-        """Send `sampled` int32 [S] on its way: into the slot on the compute stream, to the host on the copy stream."""
+    def end(self, slot: int, sampled: torch.Tensor, logprobs: PendingLogprobs | None = None) -> PendingOutput:
+        """Send `sampled` int32 [S] on its way: into the slot on the compute stream, to the host on the copy stream.
+
+        `logprobs` are on their way already, on the compute stream: there once the ids are.
+        """
         num_sampled = sampled.shape[0]
         if self.compute_stream is None:
-            return PendingOutput(self, 0, num_sampled, sampled.clone())
+            return PendingOutput(self, 0, num_sampled, sampled.clone(), logprobs)
         self._device[slot, :num_sampled].copy_(sampled)
         self._ended[slot].record(self.compute_stream)
         self.copy_stream.wait_event(self._ended[slot])
         with torch.cuda.stream(self.copy_stream):
             self._host[slot, :num_sampled].copy_(self._device[slot, :num_sampled], non_blocking=True)
             self._copied[slot].record(self.copy_stream)
-        return PendingOutput(self, slot, num_sampled)
+        return PendingOutput(self, slot, num_sampled, logprobs=logprobs)
 
     def read(self, slot: int, num_sampled: int) -> list[int]:
         """Wait for the slot's copy; its ids. Notes how long the step ran and how long the device idled before it."""
