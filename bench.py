@@ -129,9 +129,10 @@ def main(argv: list[str] | None = None) -> int:
             num_expected += len(runs)
             keep = args.keep_engine and ENGINES[engine].can_reset
             for group in [runs] if keep and runs else [[run] for run in runs]:
-                records += run_child(args, engine, model, group, Path(workdir))
-    if args.append:
-        report.append(args.append, records)
+                new = run_child(args, engine, model, group, Path(workdir))
+                if args.append:  # at once: a later run may be killed
+                    report.append(args.append, new)
+                records += new
     print(report.table(records), flush=True)
     for record in records:
         print(json.dumps(record))
