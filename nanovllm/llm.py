@@ -8,19 +8,21 @@ It deliberately knows nothing of blocks, rows or devices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.call import Call
+from nanovllm.engine.executor import Executor
 from nanovllm.engine.input_processor import InputProcessor, params_list
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Prompt, Request, is_single_prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.progress import Progress
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import load_tokenizer
+from nanovllm.tokenizer import check_tokenizer_files, load_tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Message = Mapping[str, Any]
@@ -42,8 +44,8 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.config = Config.from_options(str(model), options)
-        self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.config)
-        self.engine = LLMEngine(self.config, self.tokenizer)
+        executor, self.tokenizer = _start(self.config)
+        self.engine = LLMEngine(self.config, executor, self.tokenizer)
         self.inputs = InputProcessor(self.tokenizer, self.engine.limits, self.engine.new_request_id)
         self.num_kvcache_blocks = self.engine.num_kvcache_blocks
         self._loop_call = Call()  # what add_request took
@@ -357,3 +359,18 @@ class LLM:
 def _check_on_error(on_error: str) -> None:
     if on_error not in ("raise", "return"):
         raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+
+
+def _start(config: Config) -> tuple[Executor, Any]:
+    """Model and tokenizer, side by side: the tokenizer takes as long as a small model."""
+    if config.skip_tokenizer_init:
+        return Executor(config), None
+    check_tokenizer_files(config)
+    with ThreadPoolExecutor(1, "tokenizer") as pool:
+        loading = pool.submit(load_tokenizer, config)
+        executor = Executor(config)
+        try:
+            return executor, loading.result()
+        except BaseException:
+            executor.close()
+            raise

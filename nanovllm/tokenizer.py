@@ -14,24 +14,43 @@ from nanovllm.config import Config
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
+def _has_files(config: Config) -> bool:
+    return any((Path(config.tokenizer or config.model) / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def _needs_none(config: Config) -> bool:
+    """Weights are random and there is no tokenizer beside them: token ids will do."""
+    return config.load_format == "dummy" and config.tokenizer is None and not _has_files(config)
+
+
+def check_tokenizer_files(config: Config) -> None:
+    """Quick, before a model is built for nothing.
+
+    Raises:
+        ValueError: the folder has no tokenizer, and one is needed.
+    """
+    if not _has_files(config) and not _needs_none(config):
+        raise _not_loaded(config, f"it has none of {', '.join(_TOKENIZER_FILES)}")
+
+
 def load_tokenizer(config: Config) -> Any:
     """The folder's tokenizer; none is fine where weights are random.
 
     Raises:
         ValueError: no tokenizer can be loaded from the folder.
     """
+    if _needs_none(config):
+        return None
     from transformers import AutoTokenizer
 
-    folder = Path(config.tokenizer or config.model)
-    has_files = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    if not has_files and config.load_format == "dummy" and config.tokenizer is None:
-        return None
     try:
-        if not has_files:  # transformers would make an empty one
-            raise OSError(f"it has none of {', '.join(_TOKENIZER_FILES)}")
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(config.tokenizer or config.model), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"no tokenizer could be loaded from {str(folder)!r} ({error}); give tokenizer=FOLDER, or "
-            "skip_tokenizer_init=True to work with token ids"
-        ) from error
+        raise _not_loaded(config, str(error)) from error
+
+
+def _not_loaded(config: Config, reason: str) -> ValueError:
+    return ValueError(
+        f"no tokenizer could be loaded from {str(config.tokenizer or config.model)!r} ({reason}); give "
+        "tokenizer=FOLDER, or skip_tokenizer_init=True to work with token ids"
+    )

@@ -54,15 +54,13 @@ class LLMEngine:
 
     Args:
         config: engine options.
+        executor: runs the plans; the engine closes it.
         tokenizer: for the text of results; None: text is "".
-
-    Raises:
-        ValueError: an option that cannot work on this device.
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: Config, executor: Executor, tokenizer: Tokenizer | None) -> None:
         self.config = config
-        self.executor = Executor(config)
+        self.executor = executor
         self._finalizer = weakref.finalize(self, self.executor.close)  # also at exit
         self.num_kvcache_blocks = self.executor.num_kvcache_blocks
         self.scheduler = self._new_scheduler()

@@ -38,6 +38,14 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
 
 
+def rule_out(x: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+    """Set x[rows, token_ids] to minus infinity, in place.
+
+    With a value that lies on the device: assigning a Python number would copy it there and wait.
+    """
+    x.index_put_((rows, token_ids), torch.full((), NEVER, dtype=x.dtype, device=x.device))
+
+
 class Rules:
     """What one SamplingParams asks of logits; rows with the same one share it."""
 
@@ -103,7 +111,7 @@ class BadWords:
         tokens = batch.token_ids[rows[:, None], positions.clamp(min=0)]
         matches = ((tokens == self.prefix) | (self.prefix < 0)).all(dim=1)
         matches &= num_tokens - self.length >= batch.num_prompt_tokens[rows]
-        x[self.row, torch.where(matches, self.last, vocab_size)] = NEVER
+        rule_out(x, self.row, torch.where(matches, self.last, vocab_size))
 
 
 @dataclass(slots=True)
@@ -192,7 +200,7 @@ class Piece:
         if self.words is not None:
             self.words.apply(x, rows, batch, vocab_size)
         if self.held is not None:
-            x[self.held[0], self.held[1]] = NEVER
+            rule_out(x, self.held[0], self.held[1])
         if self.bias is not None:
             (row, token_ids), values = self.bias
             x[row, token_ids] += values
@@ -216,7 +224,7 @@ class StepEdits:
     def sample(self, logits: Tensor, rows: Tensor, sampler: Sampler, batch: PersistentBatch) -> Tensor:
         """Sampled ids int32 [S], as `sampler`, of `logits` [S, V] of `rows` int32 [S], graph padding included."""
         if self.held is not None:
-            logits[self.held[0], self.held[1]] = NEVER
+            rule_out(logits, self.held[0], self.held[1])
         if not self.pieces:
             return sampler(logits, rows, batch)
         # a clone, as the sampler's buffer is used again below
