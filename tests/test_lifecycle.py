@@ -155,12 +155,17 @@ class Interrupt:
         return self.each
 
 
-SAMPLED = SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True)
+SAMPLED = SamplingParams(
+    n=3, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True, logprobs=1, prompt_logprobs=0, presence_penalty=0.5
+)
 BYSTANDERS = [([9, 8, 7], dataclasses.replace(GREEDY, max_tokens=20)), (PROMPT, SAMPLED)]
 WORK = [(PROMPT, SAMPLED), ([5] * 20, GREEDY), ([6], dataclasses.replace(GREEDY, stop=["e"], ignore_eos=False))]
 
 
 def whole(output) -> list[list[int]]:
+    for completion in output.outputs:
+        assert completion.logprobs is None or len(completion.logprobs) == len(completion.token_ids)
+    assert output.prompt_logprobs is None or len(output.prompt_logprobs) == len(output.prompt_token_ids)
     return [completion.token_ids for completion in output.outputs]
 
 
@@ -285,6 +290,30 @@ def frames_above():
         frame = frame.f_back
 
 
+@pytest.mark.parametrize("name", ["add", "_queue"])
+def test_an_interrupted_add_request_takes_no_other_along(llm, name, monkeypatch):
+    expected = tokens(llm)
+    llm.add_request(PROMPT, GREEDY, request_id="first")
+    llm.step()
+    scheduler = llm.engine.scheduler
+    queue = getattr(scheduler, name)
+
+    def interrupted(*args):
+        queue(*args)
+        monkeypatch.undo()
+        raise KeyboardInterrupt("planted")
+
+    monkeypatch.setattr(scheduler, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.add_request(PROMPT, GREEDY, request_id="second")
+    llm.add_request([5], GREEDY, request_id="second")
+    outputs = {}
+    while not llm.is_finished():
+        outputs.update((output.request_id, output) for output in llm.step())
+    assert set(outputs) == {"first", "second"}
+    assert outputs["first"]["token_ids"] == expected and outputs["second"].prompt_token_ids == [5]
+
+
 def test_requests_whose_call_is_gone_are_dropped(llm):
     """An interrupt before the first line of a clean-up: nobody is left to abort them."""
     from nanovllm.engine.call import Call
@@ -335,6 +364,7 @@ def test_a_result_that_cannot_be_made_breaks_no_other(llm, monkeypatch):
     monkeypatch.setattr(llm.engine.output_processor, "output", failing)
     with pytest.raises(OSError, match="planted"):
         tokens(llm, params=dataclasses.replace(GREEDY, max_tokens=30))
+    assert all_blocks_free(llm)  # at once
     assert tokens(llm) == expected
     with pytest.raises(RuntimeError, match=r"request .* was lost to OSError\('planted'\)"):
         next(other)

@@ -129,6 +129,20 @@ def test_samples_end_each_by_itself(llm):
     assert len({completion.text for completion in output.outputs}) == 4
 
 
+def test_samples_with_logprobs(llm):
+    params = dataclasses.replace(SAMPLED, logprobs=1, prompt_logprobs=0)
+    alone = dataclasses.replace(params, n=1, max_tokens=1)
+    for length in (2, BLOCK + 1, 45):
+        output = llm.generate(prompt_of(length), params, use_tqdm=False)[0]
+        assert len(output.prompt_logprobs) == length and output.prompt_logprobs[0] is None
+        for completion in output.outputs:
+            assert len(completion.logprobs) == 12
+            for prefix in (0, 5):  # what a request that ends there says of the same token
+                ids = prompt_of(length) + completion.token_ids[: prefix + 1]
+                known = llm.generate(ids, alone, use_tqdm=False)[0].prompt_logprobs[-1][ids[-1]]
+                assert completion.logprobs[prefix][ids[-1]].logprob == pytest.approx(known.logprob, abs=1e-4)
+
+
 def test_abort_drops_all_samples(llm):
     for num_steps in range(6):
         request_id = llm.add_request(prompt_of(45), dataclasses.replace(SAMPLED, n=20))
@@ -234,3 +248,21 @@ def test_forks_of_forgotten_prefixes_register_nothing():
     assert all(seq.row for seq in seqs)
     sim.run()
     assert not sim.scheduler.blocks._block_of_hash
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_known_lengths_are_never_preempted(seed):
+    """Admission counts what forks will hold of their prompt, also beyond the end of the one that computed it."""
+    rng = random.Random(seed)
+    sim = simulation(
+        num_blocks=rng.randint(20, 60),
+        block_size=rng.choice((2, 4, 8)),
+        max_in_flight=rng.randint(1, 3),
+        max_num_seqs=rng.choice((3, 20)),
+        enable_prefix_caching=rng.random() < 0.5,
+    )
+    for _ in range(40):
+        group(sim, rng.randint(1, 20), n=rng.choice((1, 1, 2, 5)), max_tokens=rng.randint(1, 16))
+    sim.run()
+    assert sim.scheduler.num_preemptions == 0 and sim.counts["prompts_given_up"] == 0
+    assert sim.scheduler.max_seqs_in_flight > 2

@@ -44,7 +44,7 @@ def add(simulation: Simulation, prompt: list[int], max_tokens: int = 4, **option
 @pytest.fixture
 def reckless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admission that never looks ahead, so that the pool runs out."""
-    monkeypatch.setattr(BlockDemand, "admit", lambda self, new, capacity: True)
+    monkeypatch.setattr(BlockDemand, "admit", lambda self, new, capacity, num_left_behind=0: True)
 
 
 # ---- prefix cache ---------------------------------------------------------------------------------------------------

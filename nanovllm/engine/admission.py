@@ -55,14 +55,19 @@ class BlockDemand:
             self.demands.append(demand_now + len(offsets) * num_full + num_carried)
         self.demands.reverse()
 
-    def admit(self, new: Growth, capacity: int) -> bool:
-        """Add `new` if demand never passes `capacity` blocks with it; otherwise change nothing."""
+    def admit(self, new: Growth, capacity: int, num_left_behind: int = 0) -> bool:
+        """Add `new` if demand never passes `capacity` blocks with it; otherwise change nothing.
+
+        num_left_behind: blocks of it, beside the shared ones, that its end will not set free.
+        """
         size, ends, demands = self.block_size, self.ends, self.demands
         step, last_slot, extra = new.num_steps, new.last_slot, 1 - new.num_shared
         num_before = bisect_right(ends, step)
         for index in range(num_before):
             if demands[index] + (last_slot + ends[index]) // size + extra > capacity:
                 return False
+        if num_left_behind and max(demands[num_before:], default=0) + num_left_behind > capacity:
+            return False
         position = bisect_left(ends, step)
         demand = self.num_fixed + (last_slot + step) // size + extra
         for growth in self.growths[position:]:
@@ -71,6 +76,10 @@ class BlockDemand:
             return False
         for index in range(num_before):
             demands[index] += (last_slot + ends[index]) // size + extra
+        if num_left_behind:
+            demands[num_before:] = [demand + num_left_behind for demand in demands[num_before:]]
+            self.num_fixed += num_left_behind
+            new = new._replace(num_shared=new.num_shared + num_left_behind)
         self.growths.insert(position, new)
         ends.insert(position, step)
         demands.insert(position, demand)
@@ -133,7 +142,13 @@ class Admission:
             self._demand = self._forecast()
         num_left = num_tokens - len(hits) * blocks.block_size - budget
         growth = Growth(self._num_steps(seq, num_tokens, num_left), num_tokens - 1, num_held)
-        return hits if self._demand.admit(growth, UNLIMITED if is_safe else blocks.num_usable) else None
+        num_left_behind = max(0, self._num_for_forks(seq) - num_held)
+        capacity = UNLIMITED if is_safe else blocks.num_usable
+        return hits if self._demand.admit(growth, capacity, num_left_behind) else None
+
+    def _num_for_forks(self, seq: Sequence) -> int:
+        """Blocks of the prompt that forks will hold when this sequence has computed it, also beyond its end."""
+        return self.blocks.num_blocks_for(seq.num_prompt_tokens - 1) if seq.forks else 0
 
     def _forecast(self) -> BlockDemand:
         """The running sequences' demand for blocks from here to their ends."""
@@ -142,7 +157,7 @@ class Admission:
         for seq in self._running:
             num_slots = min(max(len(seq.token_ids), seq.num_computed) + seq.num_speculative, seq.max_total_tokens - 1)
             num_left = len(seq.token_ids) - seq.num_computed
-            num_shared = blocks.num_shared_blocks(seq)
+            num_shared = max(blocks.num_shared_blocks(seq), self._num_for_forks(seq))
             growths.append(Growth(self._num_steps(seq, num_slots, num_left), num_slots - 1, num_shared))
             num_fixed -= len(seq.block_table) - num_shared
         return BlockDemand(growths, num_fixed, blocks.block_size)

@@ -12,7 +12,7 @@ each layer stores the keys of the whole step before any of its queries reads.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from nanovllm.engine.admission import Admission
@@ -270,12 +270,16 @@ class Scheduler:
                 seq.forks = []
 
     def _give_up_prompts(self) -> bool:
-        """Take back what waiting forks hold, where there is no other way on; they compute their prompt again."""
+        """Take back prompts that only waiting forks hold, where blocks are short; they compute them again."""
         holding = [seq for seq in self._waiting if seq.is_waiting and seq.prompt_blocks]
-        for fork in holding:
+        counts = Counter(fork.prompt_blocks[-1] for fork in holding)  # whoever holds the last block holds all
+        given_up = [
+            fork for fork in holding if self.blocks.ref_counts[fork.prompt_blocks[-1]] == counts[fork.prompt_blocks[-1]]
+        ]
+        for fork in given_up:
             self.blocks.release_prompt(fork)
             self._may_admit = True
-        return bool(holding)
+        return bool(given_up)
 
     # ---- admission and preemption -------------------------------------------------------------------------------
 
@@ -330,6 +334,8 @@ class Scheduler:
         """Nothing is in flight: send the latest back to the queue until all others can decode."""
         assert not self._in_flight
         self._decodes.is_short = False
+        if self._decodes.num_blocks_short() > 0:
+            self._give_up_prompts()
         while len(self._running) > 1 and self._decodes.num_blocks_short() > 0:
             seq = next(reversed(self._running))
             self._release(seq)
@@ -341,8 +347,6 @@ class Scheduler:
             self.num_preemptions += 1
             self._admission.observe_preemption()
             self._may_admit = False  # until a sequence ends
-        if self._decodes.num_blocks_short() > 0:
-            self._give_up_prompts()
 
     def _drop(self, seq: Sequence) -> None:
         if seq.forks:  # it ends before its prompt is computed: the next one computes it
