@@ -19,6 +19,7 @@ from typing import Any
 
 from nanovllm.rope_config import RopeConfig, read_rope_config
 
+INDEX = "model.safetensors.index.json"  # which of several weight files holds which tensor
 _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float32"}
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
 _MAX_HEADER_BYTES = 100 << 20  # what the format allows
@@ -264,20 +265,30 @@ def _layer_windows(architecture: str, config: Mapping[str, Any], num_layers: int
 
 
 def _dtype(config: Mapping[str, Any], path: Path) -> str | None:
-    """The checkpoint's dtype: config.json's, else that of most elements in the first safetensors header."""
+    """The checkpoint's dtype: config.json's, else that of most elements in the header of a weight file."""
     named = config.get("dtype") or config.get("torch_dtype")
     if named is None or named == "auto":
-        return _dtype_of_first_file(path)
+        file = _first_weight_file(path)
+        return _dtype_of_file(file) if file is not None else None
     dtype = _DTYPES.get(str(named).removeprefix("torch."))
     if dtype is None:
         raise ValueError(f"config.json: dtype={named!r} is not supported; allowed: bfloat16, float16, float32")
     return dtype
 
 
-def _dtype_of_first_file(path: Path) -> str | None:
-    file = next(iter(sorted(path.glob("*.safetensors"))), None)
-    if file is None:
-        return None
+def _first_weight_file(path: Path) -> Path | None:
+    """A weight file that the loader would read, None: there is none. Stray files beside them have no say."""
+    index, single = path / INDEX, path / "model.safetensors"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        names = weight_map.values() if isinstance(weight_map, dict) else ()
+        files = [path / name for name in names if isinstance(name, str)]
+    else:
+        files = [single] if single.is_file() else list(path.glob("*.safetensors"))
+    return min((file for file in files if file.is_file()), default=None)
+
+
+def _dtype_of_file(file: Path) -> str | None:
     with file.open("rb") as stream:
         num_bytes = int.from_bytes(stream.read(8), "little")
         try:

@@ -185,6 +185,8 @@ def test_several_stops_name_the_one_that_fired(llm, plain):
     assert text.index(early) < text.index(late)
     output = generated(llm, dataclasses.replace(GREEDY, stop=[late, "zzzz", early]))
     assert output["stop_reason"] == early and output["text"] == text[: text.index(early)]
+    kept = generated(llm, dataclasses.replace(GREEDY, stop=[late, "zzzz", early], include_stop_str_in_output=True))
+    assert kept["stop_reason"] == early and kept["text"] == output["text"] + early
 
 
 def test_a_stop_in_the_last_allowed_token_is_a_stop(llm, plain):

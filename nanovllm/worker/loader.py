@@ -18,9 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanovllm.layers.linear import Linear
-from nanovllm.model_config import ModelConfig, list_folder
+from nanovllm.model_config import INDEX, ModelConfig, list_folder
 
-INDEX = "model.safetensors.index.json"
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")  # a buffer that old versions of transformers saved
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
