@@ -130,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
             keep = args.keep_engine and ENGINES[engine].can_reset
             for group in [runs] if keep and runs else [[run] for run in runs]:
                 new = run_child(args, engine, model, group, Path(workdir))
+                print(report.table(new), file=sys.stderr, flush=True)
                 if args.append:  # at once: a later run may be killed
                     report.append(args.append, new)
                 records += new

@@ -12,6 +12,8 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 PYTHON="${PYTHON:-python3}"
 VENV="${VENV:-$ROOT/.venv}"
 TORCH="${TORCH:-}"
+# Threads that wait for the next matrix product sleep: spinning, they cost ten times the work where a core is shared.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
 
 usage() { sed -n '2,8s/^# //p' "${BASH_SOURCE[0]}"; }
@@ -38,7 +40,7 @@ ensure_environment() {
     else
         cp "$ROOT/constraints.txt" "$constraints"
     fi
-    "$VENV/bin/python" -m pip install -c "$constraints" -e "$ROOT[test]" >&2
+    "$VENV/bin/python" -m pip install -c "$constraints" --config-settings editable_mode=compat -e "$ROOT[test]" >&2
     echo "$wanted" >"$VENV/installed"
 }
 

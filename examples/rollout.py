@@ -5,7 +5,7 @@ gives the engine the new weights. Engine and trainer share one device, one after
 trainer works. The reward is a toy (answers are to do without the letter "e"), so that a few rounds show it rise.
 
 Without --model it gets SmolLM2-135M-Instruct (93 MB, once). Runs on the GPU where there is one, else on the CPU, where
-three rounds take about a minute.
+three rounds take a few minutes.
 """
 
 from __future__ import annotations

@@ -350,6 +350,23 @@ def test_an_error_in_a_step_surfaces_and_a_dead_engine_says_so(folder, monkeypat
         tokens(llm)
 
 
+def test_cached_tokens_are_of_the_prompt_also_after_an_error(folder, monkeypatch):
+    """Queued again from known tokens, the second of two twins finds generated blocks of the first one, too."""
+    prompt, params = PROMPT[:8], dataclasses.replace(GREEDY, max_tokens=40)
+    with LLM(folder, **OPTIONS) as llm:
+        twins = llm.generate_iter(
+            iter([(prompt, params), (prompt, params), ([6], dataclasses.replace(params, max_tokens=20))])
+        )
+        assert next(twins)[0] == 2
+        monkeypatch.setattr(llm.engine.executor, "submit", lambda plan: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tokens(llm)
+        monkeypatch.undo()
+        outputs = dict(twins)
+        assert outputs[0]["token_ids"] == outputs[1]["token_ids"]
+        assert [outputs[index].num_cached_tokens for index in range(2)] == [0, len(prompt)]
+
+
 def test_a_result_that_cannot_be_made_breaks_no_other(llm, monkeypatch):
     expected = tokens(llm)
     other = llm.generate_iter(iter([([6], dataclasses.replace(GREEDY, max_tokens=1)), ([7], GREEDY)]))
@@ -444,7 +461,7 @@ def test_sleep_and_updates_need_an_idle_engine(folder):
         llm.step()
         llm.wake_up()  # awake: nothing
         for change in (llm.sleep, lambda: llm.update_weights(folder)):
-            with pytest.raises(RuntimeError, match="needs an idle engine, and 1 requests have not finished"):
+            with pytest.raises(RuntimeError, match=r"needs an idle engine, and requests have not finished \(1\)"):
                 change()
         outputs = []
         while not llm.is_finished():

@@ -331,7 +331,7 @@ class LLMEngine:
         self._mend()
         if num_requests := len(self._calls.requests):
             raise RuntimeError(
-                f"{what} needs an idle engine, and {num_requests} requests have not finished: run them to their end, "
+                f"{what} needs an idle engine, and requests have not finished ({num_requests}): run them to their end, "
                 "or abort them"
             )
 
