@@ -326,7 +326,7 @@ class Scheduler:
         self._num_waiting -= 1
         self._running[seq] = None
         if seq.num_preemptions == 0:
-            seq.num_cached_tokens = seq.num_computed
+            seq.num_cached_tokens = min(seq.num_computed, seq.num_prompt_tokens)  # queued again, it has output too
         self.max_seqs_in_flight = max(self.max_seqs_in_flight, self.num_seqs_in_flight)
         plan.new_rows.append(new_row(seq))
 

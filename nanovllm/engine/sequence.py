@@ -45,7 +45,7 @@ class Sequence:
             max_total_tokens - 1), since the last token's KV is never needed.
         num_computed: tokens whose KV every step submitted so far will have computed, at least.
         num_speculative: tokens that drafts in flight may add beyond one for each step; 0 without drafts.
-        num_cached_tokens: tokens that its first admission found in the prefix cache.
+        num_cached_tokens: prompt tokens that its first admission found in the prefix cache.
         forks: other samples of the same prompt, to be queued once this one's prompt is computed.
         prompt_blocks: of a fork that waits: blocks, held by reference, of the prompt without its last token. The last
             of them may be full only in part, and is copied when the fork starts.
