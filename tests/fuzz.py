@@ -630,6 +630,7 @@ def main(argv: list[str] | None = None) -> int:
             number += 1
             if number % 20 == 0:
                 print(f"{number} engines, {time.monotonic() - start:.0f} s: {tally.line()}", flush=True)
+    gc.unfreeze()
     print(f"seed {args.seed}, {number} engines, {time.monotonic() - start:.0f} s: {tally.line()}")
     return 1 if tally.counts["mismatches"] else 0
 
