@@ -268,3 +268,9 @@ def test_ids_beyond_the_tokenizer_have_no_text(llm):
     top = llm.config.model_config.vocab_size - 1
     assert llm.engine.output_processor.detokenizer.decode([top, top], True) == ""
     assert llm.generate([[5, top]], GREEDY, use_tqdm=False)[0]["finish_reason"] == "length"
+
+
+def test_settings_beyond_what_the_device_counts(llm):
+    """Allowed, since a filter that large is off: they must not fail in the middle of a run."""
+    params = SamplingParams(top_k=2**40, temperature=1e300, max_tokens=4, ignore_eos=True, seed=1)
+    assert len(llm.generate(PROMPT, params, use_tqdm=False)[0]["token_ids"]) == 4

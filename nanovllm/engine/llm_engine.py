@@ -99,7 +99,8 @@ class LLMEngine:
         ids = list(self.config.model_config.eos_token_ids)
         if tokenizer is not None and getattr(tokenizer, "eos_token_id", None) is not None:
             ids.append(tokenizer.eos_token_id)
-        return tuple(dict.fromkeys(ids))
+        # one beyond the vocabulary (of another tokenizer, say) can never be sampled
+        return tuple(dict.fromkeys(i for i in ids if i < self.config.model_config.vocab_size))
 
     # ---- requests -----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from nanovllm.messages import NewRow, SchedulerOutput
 
 
 def _float_bits(value: float) -> int:
-    return struct.unpack("<i", struct.pack("<f", value))[0]
+    return struct.unpack("<i", struct.pack("<f", min(value, 3e38)))[0]
 
 
 def _signed_words(seed: int) -> list[int]:
@@ -134,7 +134,7 @@ class PersistentBatch:
             "num_prompt_tokens": [new.num_prompt_tokens],
             "num_computed": [new.num_computed_tokens],
             "temperature": [_float_bits(0.0 if params.is_greedy else params.temperature)],
-            "top_k": [max(0, params.top_k)],
+            "top_k": [min(max(0, params.top_k), 2**31 - 1)],
             "top_p": [_float_bits(params.top_p)],
             "min_p": [_float_bits(params.min_p)],
             "seeds": _signed_words(new.seed),
