@@ -47,6 +47,9 @@ class Decodes:
         if self.has_changed:
             seqs = [seq for seq in (*self._seqs, *self._joining) if seq.row and not _has_reached_length(seq)]
             self._joining = []
+            if len(seqs) <= self.max_num_seqs:  # all take part; otherwise the order is whose turn it is
+                # the longest first: the last programs of an attention kernel, which run alone, are then short ones
+                seqs.sort(key=_length, reverse=True)
             self._set(seqs)
         num_drafts = self.num_drafts
         seqs, left_out = self._seqs[: self.max_num_seqs], self._seqs[self.max_num_seqs :]
@@ -108,6 +111,10 @@ class Decodes:
         """Blocks that the upper bound of one more decode needs, never beyond the sequence's length."""
         num_slots = seq.num_computed + 1 + seq.num_speculative + self.num_drafts
         return self.blocks.num_blocks_for(min(num_slots, seq.max_total_tokens - 1))
+
+
+def _length(seq: Sequence) -> int:
+    return seq.num_computed
 
 
 def _has_reached_length(seq: Sequence) -> bool:

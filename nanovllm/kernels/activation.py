@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels._triton import tl, triton
-from nanovllm.kernels.device import dependent_launch, device_of
 
 _BLOCK = 1024  # 4 warps of 16-byte loads, from each half
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     # One grid dimension, columns fastest: programs that run together touch neighbouring memory.
     blocks_per_row: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
@@ -41,8 +37,7 @@ def silu_and_mul_triton(x: Tensor) -> Tensor:
     size = width // 2
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     grid = (num_tokens * -(-size // _BLOCK),)
-    options = dependent_launch(device_of(x.device))
-    _silu_and_mul_kernel[grid](x, out, x.stride(0), SIZE=size, BLOCK=_BLOCK, **options)
+    _silu_and_mul_kernel[grid](x, out, x.stride(0), SIZE=size, BLOCK=_BLOCK)
     return out
 
 

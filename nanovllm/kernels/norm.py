@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels._triton import tl, triton
-from nanovllm.kernels.device import dependent_launch, device_of
 
 _ELEMENTS = 1024  # a program's tile, at least: 4 warps of 16-byte loads
 _ELEMENTS_LARGE = 4096  # the same where there are programs enough to fill any card many times over
@@ -34,17 +33,12 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
 ):
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     mask = (rows < num_tokens) & (columns < HIDDEN)
     dtype = out_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0).to(tl.float32)
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual_ptrs = residual_ptr + rows * residual_stride + columns
@@ -77,7 +71,6 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
         ROWS=rows,
         BLOCK=block,
         num_warps=4 if block < 4096 else 8 if block < 16384 else 16,
-        **dependent_launch(device_of(x.device)),
     )
     return out
 

@@ -24,9 +24,9 @@ from nanovllm.kernels.device import dependent_launch, device_of
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 128
-MIN_BLOCK_N = 32
-PROGRAMS_PER_SM = 4  # from so many (sequence, KV head) pairs an SM on, one program each fills the memory pipes
-MIN_TILES_PER_SPLIT = 8  # where there is a pair for every SM: a shorter split costs more in the merge than it gains
+ITEMS_PER_SM = 6  # from so many items ((sequence, KV head) pairs) an SM on, they fill the memory pipes and follow on
+PROGRAMS_PER_SM = 5  # fewer items are split into at most so many
+MIN_TILES_PER_SPLIT = 4  # where there is an item for every SM: a shorter split costs more in the merge than it gains
 MERGE_SPLITS = 16  # partial results that the merge holds at a time
 
 
@@ -234,26 +234,33 @@ def make_decode_workspace(
         partial_lse=torch.empty(num_rows, dtype=torch.float32, device=device),
         arrivals=torch.zeros(num_programs, dtype=torch.int32, device=device),
         num_sms=num_sms,
-        max_splits=min(MAX_SPLITS, triton.cdiv(max_model_len, 64)),
+        # programs without keys still cost their launch: no finer than a short context can use
+        max_splits=min(MAX_SPLITS, max(32, triton.cdiv(max_model_len, 256))),
     )
 
 
 def choose_num_splits(num_seqs: int, num_kv_heads: int, workspace: DecodeWorkspace) -> int:
     """Splits per (sequence, KV head) at most: the host's only decision, frozen at graph capture.
 
-    Rounded down, so that all programs run at once: one more wave would cost more than the finer split gains.
+    Rounded down: one more wave would cost more than the finer split gains.
     """
-    return max(1, min(PROGRAMS_PER_SM * workspace.num_sms // (num_seqs * num_kv_heads), workspace.max_splits))
+    num_items = num_seqs * num_kv_heads
+    if num_items >= ITEMS_PER_SM * workspace.num_sms:
+        return 1
+    return max(1, min(PROGRAMS_PER_SM * workspace.num_sms // num_items, workspace.max_splits))
 
 
-def decode_launch_options(head_dim_pad: int, dtype: torch.dtype, block_size: int) -> dict[str, Any]:
-    """Tile of keys, warps and pipeline depth: two tiles of K in flight, 38 KiB a program at head_dim 128.
+def decode_launch_options(
+    head_dim_pad: int, dtype: torch.dtype, block_size: int, has_few_items: bool
+) -> dict[str, Any]:
+    """Tile of keys, warps and pipeline depth: at head_dim 128, 38 KiB a program of many and 70 KiB one of few.
 
-    Larger tiles and deeper pipelines measured equal at best on an H200 (docs/performance.md), and leave fewer programs.
+    Measured on an H200 (docs/performance.md): many programs want small tiles, so that more of them fit an SM and the
+    last ones end together; few want large ones, so that enough bytes are on their way. Deeper pipelines gained nothing.
     """
     if dtype == torch.float32:
         return {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-    block_n = max(32, min(128, 64 * 128 // head_dim_pad))
+    block_n = max(32, min(128, (128 if has_few_items else 64) * 128 // head_dim_pad))
     if block_size < block_n and block_size >= 64 and block_size & (block_size - 1) == 0:
         block_n = block_size
     return {"BLOCK_N": block_n, "num_warps": 4, "num_stages": 2}
@@ -282,6 +289,7 @@ def paged_decode_triton(
     if num_splits is None:
         num_splits = choose_num_splits(num_seqs, num_kv_heads, workspace)
     num_items = num_seqs * num_kv_heads
+    has_few_items = num_items < ITEMS_PER_SM * workspace.num_sms
     assert num_splits == 1 or num_items * num_splits <= workspace.arrivals.numel()
     head_dim_pad = triton.next_power_of_2(head_dim)
     group = num_heads // num_kv_heads
@@ -311,11 +319,11 @@ def paged_decode_triton(
         HEAD_DIM_PAD=head_dim_pad,
         PAGE=block_size,
         HAS_WINDOW=window is not None,
-        SPLIT=num_splits > 1,
+        SPLIT=has_few_items or num_splits > 1,
         MERGE_SPLITS=MERGE_SPLITS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        **decode_launch_options(head_dim_pad, q.dtype, block_size),
-        **dependent_launch(device_of(q.device)),
+        **decode_launch_options(head_dim_pad, q.dtype, block_size, has_few_items),
+        **dependent_launch(device_of(q.device), num_seqs),
     )
 
 

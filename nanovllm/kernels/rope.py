@@ -162,7 +162,7 @@ def qk_norm_rope_store_triton(
         WRITE_K=write_k,
         ROWS=rows,
         BLOCK=block,
-        **dependent_launch(device_of(qkv.device)),
+        **dependent_launch(device_of(qkv.device), num_tokens),
     )
 
 

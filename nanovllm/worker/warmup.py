@@ -96,12 +96,12 @@ class _Settings:
 
 
 def step_calls(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: AttentionBackend, num_decodes: int
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: AttentionBackend, max_num_seqs: int
 ) -> list[Callable[[], object]]:
-    """The kernels around the model: updates, inputs, rope and store, a decode of so many rows, advance."""
+    """The kernels around the model: updates, inputs, rope and store, decodes of one, few and so many rows, advance."""
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     cache = torch.zeros(2, backend.block_size, kv_heads, head_dim, dtype=dtype, device=device)
-    cos_sin = torch.zeros(NUM_ROWS, head_dim, device=device)
+    cos_sin = torch.zeros(2 * NUM_ROWS, head_dim, device=device)
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -112,14 +112,14 @@ def step_calls(
     def qkv(num_tokens: int) -> Tensor:
         return torch.zeros(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
 
-    def rope() -> None:
+    def rope(num_rows: int) -> None:
         weight = torch.ones(head_dim, dtype=dtype, device=device) if config.qk_norm else None
         qk_norm_rope_store(
-            qkv(NUM_ROWS), weight, weight, config.rms_norm_eps, cos_sin, ints(NUM_ROWS), slots(NUM_ROWS), cache, cache,
+            qkv(num_rows), weight, weight, config.rms_norm_eps, cos_sin, ints(num_rows), slots(num_rows), cache, cache,
             heads, kv_heads, head_dim, backend.needs_rotated_k,
         )  # fmt: skip
 
-    def decode() -> None:
+    def decode(num_decodes: int) -> None:
         q, k, v = qkv(num_decodes).unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
         starts = torch.arange(num_decodes + 1, dtype=torch.int32, device=device)
         metadata = AttentionMetadata(
@@ -140,7 +140,17 @@ def step_calls(
         advance(ints(NUM_ROWS), starts, NUM_ROWS, ints(NUM_ROWS), ints(NUM_ROWS, 64), counts[0], counts[1])
 
     updates = partial(scatter_updates, ints(64), ints(64), 1, 1)
-    return [rope, decode, partial(prepare, 1), partial(prepare, 64), updates, move_on]
+    few = 2 * NUM_ROWS  # too many for dependent launch
+    calls = [partial(decode, num) for num in dict.fromkeys((max_num_seqs, min(few, max_num_seqs), 1))]
+    return [
+        *calls,
+        partial(rope, NUM_ROWS),
+        partial(rope, few),
+        partial(prepare, 1),
+        partial(prepare, 64),
+        updates,
+        move_on,
+    ]
 
 
 def product_calls(model: Qwen3ForCausalLM, dtype: torch.dtype, sizes: list[int]) -> list[Callable[[], object]]:
