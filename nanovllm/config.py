@@ -76,9 +76,6 @@ class Config:
         self._check_types()
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        for name in ("tensor_parallel_size", "data_parallel_size"):
-            if getattr(self, name) != 1:
-                raise ValueError(f"{name} must be 1, got {getattr(self, name)}: more than one GPU is not supported yet")
         if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
             raise ValueError(f"tokenizer must be a local folder, got {self.tokenizer!r}, which is none")
         self.model_config = read_model_config(self.model, self.load_format)
@@ -87,8 +84,24 @@ class Config:
             logger.info("max_model_len %d is more than the model supports: %d is used", self.max_model_len, limit)
             self.max_model_len = limit
         self.model_config = self.model_config.capped(self.max_model_len)
+        self._check_ranks()
         # a step cannot decode more sequences than its token budget has room for
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    def _check_ranks(self) -> None:
+        size, model = self.tensor_parallel_size, self.model_config
+        if self.data_parallel_size != 1:
+            raise ValueError(f"data_parallel_size must be 1, got {self.data_parallel_size}: it is not supported yet")
+        for name, count in (
+            ("attention heads", model.num_heads),
+            ("units of intermediate_size", model.intermediate_size),
+        ):
+            if count % size:
+                raise ValueError(f"tensor_parallel_size={size} must divide the model's {count} {name}")
+        if model.num_kv_heads % size and size % model.num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size={size} must divide the model's {model.num_kv_heads} KV heads, or be a multiple"
+            )
 
     def _check_types(self) -> None:
         for name, allowed in _CHOICES.items():

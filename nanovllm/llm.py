@@ -15,7 +15,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.call import Call
-from nanovllm.engine.executor import Executor
+from nanovllm.engine.executor import AnyExecutor, start_executor
 from nanovllm.engine.input_processor import InputProcessor, params_list
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Prompt, Request, is_single_prompt
@@ -361,14 +361,14 @@ def _check_on_error(on_error: str) -> None:
         raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
 
 
-def _start(config: Config) -> tuple[Executor, Any]:
+def _start(config: Config) -> tuple[AnyExecutor, Any]:
     """Model and tokenizer, side by side: the tokenizer takes as long as a small model."""
     if config.skip_tokenizer_init:
-        return Executor(config), None
+        return start_executor(config), None
     check_tokenizer_files(config)
     with ThreadPoolExecutor(1, "tokenizer") as pool:
         loading = pool.submit(load_tokenizer, config)
-        executor = Executor(config)
+        executor = start_executor(config)
         try:
             return executor, loading.result()
         except BaseException:

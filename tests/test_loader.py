@@ -40,7 +40,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
 
 def state(model: Qwen3ForCausalLM) -> dict[str, Tensor]:
     """The model's weights by their checkpoint names."""
-    return loader.weight_targets(model)
+    return {name: target.tensor for name, target in loader.weight_targets(model).items()}
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

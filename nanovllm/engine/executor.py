@@ -1,16 +1,39 @@
-"""Where the engine hands plans to the device.
+"""Where the engine hands plans to the device: in this process, or in others.
 
-Owns: the model runner of this process. Invariant: `submit` never waits for the device, and results come back in the
-order of the plans. It deliberately adds nothing to a plan: with one rank, a step is one call.
+Owns: the model runner of this process, or the ranks that have processes of their own. Invariant: `submit` never waits
+for the device, and results come back in the order of the plans. It deliberately adds nothing to a plan.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
 from nanovllm.config import Config
-from nanovllm.messages import SchedulerOutput
+from nanovllm.engine.ranks import Ranks
+from nanovllm.messages import ModelRunnerOutput, SchedulerOutput
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.output_ring import PendingOutput
-from nanovllm.worker.weights import Source
+from nanovllm.worker.weights import Source, check_pair
+
+
+def start_executor(config: Config, first_device: int = 0) -> AnyExecutor:
+    """What runs an engine of this config: one GPU's in this process, several GPUs' in processes of their own."""
+    num_devices = config.tensor_parallel_size * config.data_parallel_size
+    if num_devices == 1:
+        return Executor(config)
+    if config.device != "cpu" and torch.cuda.is_available() and torch.cuda.device_count() < num_devices:
+        raise ValueError(
+            f"tensor_parallel_size * data_parallel_size is {num_devices}, and torch sees {torch.cuda.device_count()} "
+            "CUDA devices (CUDA_VISIBLE_DEVICES may hide some)"
+        )
+    return RanksExecutor(config, first_device)
 
 
 class Executor:
@@ -64,3 +87,128 @@ class Executor:
         if self._runner is not None:
             runner, self._runner = self._runner, None
             runner.close()
+
+
+class RankedOutput:
+    """The output of a step that ranks run."""
+
+    def __init__(self, executor: RanksExecutor) -> None:
+        self.executor = executor
+        self.output: ModelRunnerOutput | None = None
+
+    def wait(self) -> ModelRunnerOutput:
+        """Block until it is there.
+
+        Raises:
+            RuntimeError: a rank has failed or died.
+        """
+        while self.output is None:
+            self.executor.take(self.executor.ranks.receive())
+        return self.output
+
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once; raises as it does."""
+        while self.output is None and (message := self.executor.ranks.try_receive()) is not None:
+            self.executor.take(message)
+        return self.output is not None
+
+
+class RanksExecutor:
+    """Runs plans on the devices of a group of ranks, each in a process of its own.
+
+    The first device is `first_device`, of those that CUDA_VISIBLE_DEVICES shows.
+    """
+
+    def __init__(self, config: Config, first_device: int) -> None:
+        self.ranks = Ranks(config, first_device)
+        assert config.num_kvcache_blocks is not None and config.kvcache_block_size is not None
+        self.num_kvcache_blocks = config.num_kvcache_blocks
+        self.block_size = config.kvcache_block_size
+        self.weights_missing: str | None = None
+        self._waiting: deque[RankedOutput] = deque()
+        self._tickets = itertools.count(1)
+
+    def submit(self, plan: SchedulerOutput) -> RankedOutput:
+        if self.ranks.failure is not None:
+            raise RuntimeError(self.ranks.failure)
+        output = RankedOutput(self)
+        self._waiting.append(output)
+        self.ranks.send("execute", plan)
+        return output
+
+    def take(self, message: tuple[int, tuple[Any, ...]]) -> None:
+        """Give an output that has arrived to whom it belongs: they come in the order of the plans."""
+        _, (kind, output, *_) = message
+        if kind == "output" and self._waiting:  # else what was interrupted would have wanted it
+            self._waiting.popleft().output = output
+
+    def _ask(self, kind: str, payload: Any = None) -> list[Any]:
+        """Have every rank do something, behind the steps in flight; its answers, by rank.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: what a rank raised; a RuntimeError too when one has failed or died.
+        """
+        ticket = next(self._tickets)
+        self.ranks.send(kind, payload, ticket)
+        return self._answers(ticket)
+
+    def _answers(self, ticket: int) -> list[Any]:
+        answers: dict[int, tuple[Any, ...]] = {}
+        while len(answers) < self.ranks.size:
+            rank, message = self.ranks.receive()
+            if message[0] == "output":
+                self.take((rank, message))
+            elif message[2] == ticket:
+                answers[rank] = message
+        in_order = [answers[rank] for rank in range(self.ranks.size)]
+        self.weights_missing = next((missing for *_, missing in in_order if missing is not None), None)
+        for kind, value, *_ in in_order:
+            if kind == "error":
+                raise value
+        return [value for _, value, *_ in in_order]
+
+    def sleep(self, level: int) -> None:
+        self._ask("sleep", level)
+
+    def wake_up(self) -> None:
+        self._ask("wake_up")
+
+    def update_weights(self, source: Source) -> None:
+        """Replace the weights in place. Tensors are sent to every rank, which keeps its part."""
+        if isinstance(source, str | os.PathLike):
+            self._ask("update_folder", os.fspath(source))
+            return
+        ticket = next(self._tickets)
+        self.ranks.send("update_tensors", None, ticket)
+        try:
+            for pair in source.items() if isinstance(source, Mapping) else source:
+                self.ranks.send("tensor", check_pair(pair) and (pair[0], pair[1].detach().cpu()))
+        except BaseException as error:
+            self.ranks.send("tensors_end", f"the source of the weights failed with {error!r}")
+            with contextlib.suppress(ValueError, TypeError, RuntimeError):  # the source's own failure says more
+                self._answers(ticket)
+            raise
+        self.ranks.send("tensors_end")
+        self._answers(ticket)
+
+    def idle(self) -> None:
+        self.ranks.send("idle")
+
+    def recover(self) -> None:
+        """After an exception: let the ranks end what they have, and forget it.
+
+        Raises:
+            RuntimeError: a rank has failed or died.
+        """
+        self._waiting.clear()
+        self._ask("reset")
+
+    def stats(self) -> dict[str, float]:
+        return self._ask("stats")[0]
+
+    def close(self) -> None:
+        """End the ranks; may be called again."""
+        self.ranks.close()
+
+
+AnyExecutor = Executor | RanksExecutor

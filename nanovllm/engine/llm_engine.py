@@ -17,7 +17,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.call import Call, Calls
-from nanovllm.engine.executor import Executor
+from nanovllm.engine.executor import AnyExecutor
 from nanovllm.engine.logprobs import carry_over_logprobs, collect_logprobs
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Limits, Request, Tokenizer, request_seed, sample_seed
@@ -58,7 +58,7 @@ class LLMEngine:
         tokenizer: for the text of results; None: text is "".
     """
 
-    def __init__(self, config: Config, executor: Executor, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: Config, executor: AnyExecutor, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.executor = executor
         self._finalizer = weakref.finalize(self, self.executor.close)  # also at exit

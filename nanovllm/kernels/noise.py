@@ -78,8 +78,8 @@ def _mix32_reference(h: Tensor) -> Tensor:
     return h ^ _shift(h, 16)
 
 
-def noise_bits_reference(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """The bits of tokens [0, V) as int32 [N, V], for `seeds` int32 [N, 2] (low, high word) and `positions` int32 [N].
+def noise_bits_reference(seeds: Tensor, positions: Tensor, vocab_size: int, first_id: int = 0) -> Tensor:
+    """The bits of V tokens from first_id on as int32 [N, V], for `seeds` int32 [N, 2] (low, high) and `positions` int32 [N].
 
     int32 products wrap around as uint32 ones do, so this needs no wider type.
     """
@@ -87,7 +87,7 @@ def noise_bits_reference(seeds: Tensor, positions: Tensor, vocab_size: int) -> T
     mix = _mix32_reference
     key_a = mix(mix(mix(low + 0x243F6A88) ^ high) + positions * _signed(0x9E3779B1))
     key_b = mix(mix(mix(high + _signed(0x85A308D3)) ^ positions) + low * _signed(0x85EBCA6B))
-    ids = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
+    ids = torch.arange(first_id, first_id + vocab_size, dtype=torch.int32, device=seeds.device)
     h = ids * _signed(0x9E3779B1) + key_a[:, None]
     h ^= _shift(h, 16)
     h *= 0x7FEB352D

@@ -84,6 +84,7 @@ def _scan_kernel(
     span_bound_ptr,
     vocab_size,
     num_spans,
+    first_id,
     SPAN: tl.constexpr,
     TILE_SPANS: tl.constexpr,
     NUM_TILES: tl.constexpr,
@@ -103,7 +104,7 @@ def _scan_kernel(
         tl.store(span_max_ptr + out, tl.max(tl.where(x == x, x, float("inf")), axis=1), mask=spans < num_spans)
         if (is_greedy | is_filtered) == 0:
             # Split so that the products of the columns are made once for all tiles.
-            h = (weyl(spans * SPAN) + key_a)[:, None] + weyl(tl.arange(0, SPAN))[None, :]
+            h = (weyl(first_id + spans * SPAN) + key_a)[:, None] + weyl(tl.arange(0, SPAN))[None, :]
             v = noise_bits_of_weyl(key_b, h).to(tl.float32)  # times 2^-32
             mantissa_and_exponent = v.to(tl.int32, bitcast=True).to(tl.float32)
             bound = x * scale + (159.0 - mantissa_and_exponent * 1.1920928955078125e-07)  # 159 = 127 + 32
@@ -112,9 +113,9 @@ def _scan_kernel(
 
 
 @triton.jit
-def _race(logits, ids, keep, row_max, scale, key_a, key_b, vocab_size):
+def _race(logits, ids, keep, row_max, scale, key_a, key_b, vocab_size, first_id):
     """The best perturbed score among the kept tokens of a flat block, and the lowest id that has it."""
-    score = (logits - row_max) * scale - log2_exponential(noise_bits(key_a, key_b, ids))
+    score = (logits - row_max) * scale - log2_exponential(noise_bits(key_a, key_b, first_id + ids))
     score = tl.where(keep, score, float("-inf"))
     best = tl.max(score, 0)
     return best, tl.min(tl.where(keep & (score == best), ids, vocab_size), 0)
@@ -135,12 +136,15 @@ def _pick_kernel(
     span_bound_ptr,
     span_list_ptr,
     sampled_ptr,
+    candidates_ptr,  # float32 [S, 3], with IS_SLICE
     vocab_size,
     num_spans,
+    first_id,
     SPAN: tl.constexpr,
     SPANS: tl.constexpr,
     ALL_SPANS: tl.constexpr,
     SHIFT: tl.constexpr,
+    IS_SLICE: tl.constexpr,
 ):
     batch = tl.program_id(0)
     logits_ptr += batch.to(tl.int64) * logits_stride
@@ -160,6 +164,7 @@ def _pick_kernel(
             ids = span * SPAN + tl.arange(0, SPAN)
             x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
             token = tl.min(tl.where(x == row_max, ids, vocab_size), 0)
+            best = row_max * 0.0
         elif is_filtered:
             list_ptr = span_list_ptr + batch * num_spans
             span_keys = ordered_key(span_max, SHIFT)
@@ -173,7 +178,7 @@ def _pick_kernel(
                 ids = tl.reshape(ids, [SPANS * SPAN])
                 x = tl.reshape(x, [SPANS * SPAN])
                 keep = ordered_key(x, SHIFT) >= low
-                score, winner = _race(x, ids, keep, row_max, scale, key_a, key_b, vocab_size)
+                score, winner = _race(x, ids, keep, row_max, scale, key_a, key_b, vocab_size, first_id)
                 token = tl.where(score > best, winner, token)  # spans ascend: a tie stays with the lower id
                 best = tl.maximum(best, score)
         else:
@@ -186,13 +191,20 @@ def _pick_kernel(
                 span = tl.min(tl.where(bound == top_bound, spans, num_spans), 0)
                 ids = span * SPAN + tl.arange(0, SPAN)
                 x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-                score, winner = _race(x, ids, x > float("-inf"), row_max, scale, key_a, key_b, vocab_size)
+                keep = x > float("-inf")
+                score, winner = _race(x, ids, keep, row_max, scale, key_a, key_b, vocab_size, first_id)
                 is_better = (score > best) | ((score == best) & (winner < token))
                 token = tl.where(is_better, winner, token)
                 best = tl.maximum(best, score)
                 bound = tl.where(spans == span, float("-inf"), bound)
                 top_bound = tl.max(bound, 0)
-    tl.store(sampled_ptr + batch, token)
+    if IS_SLICE:
+        candidates_ptr += batch * 3
+        tl.store(candidates_ptr, row_max)
+        tl.store(candidates_ptr + 1, best)
+        tl.store(candidates_ptr + 2, (first_id + token).to(tl.float32, bitcast=True))
+    else:
+        tl.store(sampled_ptr + batch, token)
 
 
 @dataclass(frozen=True)
@@ -251,6 +263,8 @@ def sample_triton(
     seeds: Tensor,
     num_tokens: Tensor,
     workspace: SamplingWorkspace | None = None,
+    first_id: int = 0,
+    candidates: Tensor | None = None,
 ) -> Tensor:
     num_rows, vocab_size = logits.shape
     if workspace is None:
@@ -263,14 +277,14 @@ def sample_triton(
     # Few rows: small programs, so that they cover the chip. Many: large ones, which load their row's settings less.
     tile_spans, num_tiles = (8, 1) if num_rows * num_spans < 8 * 1024 else (32, 2)
     _scan_kernel[(triton.cdiv(num_spans, tile_spans * num_tiles), num_rows)](
-        logits, logits.stride(0), *settings, workspace.span_max, workspace.span_bound, vocab_size, num_spans,
+        logits, logits.stride(0), *settings, workspace.span_max, workspace.span_bound, vocab_size, num_spans, first_id,
         SPAN=SPAN, TILE_SPANS=tile_spans, NUM_TILES=num_tiles, num_warps=4,
     )  # fmt: skip
     _pick_kernel[(num_rows,)](
         logits, logits.stride(0), *settings, workspace.span_max, workspace.span_bound, workspace.span_list,
-        workspace.sampled, vocab_size, num_spans,
+        workspace.sampled, workspace.sampled if candidates is None else candidates, vocab_size, num_spans, first_id,
         SPAN=SPAN, SPANS=PICK_SPANS, ALL_SPANS=triton.next_power_of_2(num_spans), SHIFT=KEY_SHIFTS[logits.dtype],
-        num_warps=NUM_PICK_WARPS,
+        IS_SLICE=candidates is not None, num_warps=NUM_PICK_WARPS,
     )  # fmt: skip
     return workspace.sampled[:num_rows]
 

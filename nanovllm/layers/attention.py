@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from nanovllm.attention import AttentionBackend, AttentionMetadata
 from nanovllm.kernels.decode_linear import ResidualStream, linear_residual, norm_linear
 from nanovllm.kernels.rope import qk_norm_rope_store
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.linear import Linear, Part
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.parallel import TensorParallel, local_heads
 
 
 class Attention(nn.Module):
     """[T, hidden] -> [T, hidden].
 
     Args:
+        num_heads, num_kv_heads: over all ranks; the attributes of these names are this rank's.
         qk_norm_eps: RMSNorm of each head of q and k (Qwen3) with this epsilon; None: no such norm.
         window: query i sees keys j > i - window; None: all earlier keys.
         cos_sin: float32 [max_model_len, head_dim], shared by all layers (see `rotary.py`).
@@ -41,17 +43,20 @@ class Attention(nn.Module):
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.q_size, self.kv_size = num_heads * head_dim, num_kv_heads * head_dim
+        self.head_dim = head_dim
+        self.num_heads, self.num_kv_heads = local_heads(num_heads, num_kv_heads, tp.size)
+        self.q_size, self.kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
         self.window = window
         self.scale = head_dim**-0.5
         self.cos_sin = cos_sin
         self.backend = backend
-        parts = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
-        self.qkv_proj = Linear(hidden_size, parts, qkv_bias, dtype, device, shard="output")
-        self.o_proj = Linear(self.q_size, hidden_size, o_bias, dtype, device, shard="input")
+        kv = Part(num_kv_heads * head_dim, num_kv_heads)
+        parts = {"q_proj": Part(num_heads * head_dim), "k_proj": kv, "v_proj": kv}
+        self.qkv_proj = Linear(hidden_size, parts, qkv_bias, dtype, device, "output", tp)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, o_bias, dtype, device, "input", tp)
         self.qk_norm_eps = qk_norm_eps
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype, device)

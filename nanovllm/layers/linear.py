@@ -1,48 +1,82 @@
-"""The matrix products of a layer, merged where several read the same input.
+"""The matrix products of a layer, merged where several read the same input, and cut over tensor-parallel ranks.
 
 Owns: `Linear`, whose weight may be several checkpoint tensors stacked (q, k, v; gate, up), and which says so in plain
-data: `parts`. Invariant: a part's rows are contiguous and in the order of `parts`. It deliberately loads nothing: the
-loader reads `parts` and cuts.
+data: `shards`. Invariant: a part's rows are contiguous and in the order of `parts`. It deliberately loads nothing: the
+loader reads `shards` and cuts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nanovllm.layers.parallel import Shard, TensorParallel, cut
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checkpoint tensor of `width` rows, cut into `num_shards` equal ones; None: one a rank."""
+
+    width: int
+    num_shards: int | None = None
+
 
 class Linear(nn.Module):
-    """y = x @ weight.T + bias; weight [out, in], allocated uninitialised.
+    """y = x @ weight.T + bias; weight [out, in] of this rank, allocated uninitialised.
 
     Args:
-        in_features: width of the input.
-        out_features: width of the output, or {the checkpoint's name of a part: its width} for a merged layer.
-        shard: where tensor parallelism would cut: each part along its "output" rows, or the whole along its "input"
-            columns (the outputs are then partial sums).
+        in_features: width of the input, over all ranks.
+        out_features: width of the output over all ranks, or {the checkpoint's name of a part: it} for a merged layer.
+        shard: where it is cut: each part along its "output" rows, or the whole along its "input" columns; the outputs
+            are then partial sums, which the ranks add up, and the bias is added behind that, once.
     """
 
     def __init__(
         self,
         in_features: int,
-        out_features: int | Mapping[str, int],
+        out_features: int | Mapping[str, Part],
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
         shard: Literal["output", "input"],
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.parts = dict(out_features) if isinstance(out_features, Mapping) else {}
-        self.shard = shard
-        out = out_features if isinstance(out_features, int) else sum(out_features.values())
-        self.weight = empty_parameter((out, in_features), dtype, device)
-        self.bias = empty_parameter((out,), dtype, device) if bias else None
+        self.tp = tp
+        self.is_summed = shard == "input" and tp.size > 1
+        parts = {"": Part(out_features)} if isinstance(out_features, int) else out_features
+        self.columns = cut(in_features, tp.size, tp) if shard == "input" else slice(0, in_features)
+        self.in_features = in_features
+        self.parts: list[tuple[str, int, slice]] = []  # (name, rows over all ranks, those of this rank)
+        for name, part in parts.items():
+            num_shards = 1 if shard == "input" else min(part.num_shards or tp.size, tp.size)
+            self.parts.append((name, part.width, cut(part.width, num_shards, tp)))
+        num_rows = sum(rows.stop - rows.start for _, _, rows in self.parts)
+        num_columns = self.columns.stop - self.columns.start
+        self.weight = empty_parameter((num_rows, num_columns), dtype, device)
+        self.bias = empty_parameter((num_rows,), dtype, device) if bias else None
+
+    def shards(self, kind: str) -> list[Shard]:
+        """Where the checkpoint's tensors of `kind` ("weight", "bias") go."""
+        shards, start = [], 0
+        for name, width, rows in self.parts:
+            shape, index = ((width,), (rows,)) if kind == "bias" else ((width, self.in_features), (rows, self.columns))
+            end = start + rows.stop - rows.start
+            shards.append(Shard(name, slice(start, end), shape, index))
+            start = end
+        return shards
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)  # [T, in] -> [T, out]
+        if not self.is_summed:
+            return functional.linear(x, self.weight, self.bias)  # [T, in] -> [T, out]
+        out = self.tp.partial_sums(len(x), len(self.weight), x.dtype)
+        y = self.tp.all_reduce(torch.mm(x, self.weight.t(), out=out))
+        return y if self.bias is None else y + self.bias
 
 
 def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

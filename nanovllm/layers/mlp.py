@@ -11,20 +11,27 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decode_linear import ResidualStream, linear_residual, norm_linear
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.linear import Linear, Part
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.parallel import TensorParallel
 
 
 class MLP(nn.Module):
     """[T, hidden] -> [T, hidden]."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(hidden_size, parts, bias, dtype, device, shard="output")
-        self.down_proj = Linear(intermediate_size, hidden_size, bias, dtype, device, shard="input")
+        parts = {"gate_proj": Part(intermediate_size), "up_proj": Part(intermediate_size)}
+        self.gate_up_proj = Linear(hidden_size, parts, bias, dtype, device, "output", tp)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, dtype, device, "input", tp)
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)  # [T, 2 * intermediate]

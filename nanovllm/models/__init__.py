@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.attention import AttentionBackend
+from nanovllm.layers.parallel import SINGLE, TensorParallel
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.mistral import MistralForCausalLM
@@ -29,10 +30,11 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int | None = None,
+    tp: TensorParallel = SINGLE,
 ) -> Qwen3ForCausalLM:
     """The model with uninitialised parameters on `device`, for sequences of at most `max_model_len` tokens.
 
     None: the model's own limit, with a rope table that long.
     """
     config = model_config if max_model_len is None else model_config.capped(max_model_len)
-    return MODELS[model_config.architecture](config, backend, dtype, device).eval()
+    return MODELS[model_config.architecture](config, backend, dtype, device, tp).eval()

@@ -21,6 +21,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import Embedding, LMHead
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.parallel import SINGLE, TensorParallel, local_heads
 from nanovllm.layers.rotary import build_cos_sin
 from nanovllm.model_config import ModelConfig
 
@@ -36,6 +37,7 @@ class Qwen3DecoderLayer(nn.Module):
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
@@ -52,8 +54,9 @@ class Qwen3DecoderLayer(nn.Module):
             backend=backend,
             dtype=dtype,
             device=device,
+            tp=tp,
         )
-        self.mlp = MLP(hidden_size, config.intermediate_size, config.mlp_bias, dtype, device)
+        self.mlp = MLP(hidden_size, config.intermediate_size, config.mlp_bias, dtype, device, tp)
         self.input_layernorm = RMSNorm(hidden_size, eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, dtype, device)
 
@@ -91,25 +94,31 @@ class Qwen3Model(nn.Module):
     """Embedding, layers, final norm."""
 
     def __init__(
-        self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device, tp)
         cos_sin = build_cos_sin(config.rope, config.head_dim, config.max_model_len, device)
         self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, window, cos_sin, backend, dtype, device) for window in config.layer_windows
+            Qwen3DecoderLayer(config, window, cos_sin, backend, dtype, device, tp) for window in config.layer_windows
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.workspace = LinearWorkspace.allocate(device) if device.type == "cuda" else None
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        hidden, inner = config.hidden_size, config.intermediate_size
+        heads, kv_heads = local_heads(config.num_heads, config.num_kv_heads, tp.size)
+        hidden, head_dim, inner = config.hidden_size, config.head_dim, config.intermediate_size // tp.size
         products: list[tuple[Kind, int, int]] = [
             ("norm", (heads + 2 * kv_heads) * head_dim, hidden),
             ("residual", hidden, heads * head_dim),
             ("norm_silu", 2 * inner, hidden),
             ("residual", hidden, inner),
         ]
-        self.max_fused_rows = fused_rows(products, device_of(device))
+        # the fused products add to the residual at once: with several ranks the sum comes first
+        self.max_fused_rows = fused_rows(products, device_of(device)) if tp.size == 1 else 0
 
     def forward(
         self,
@@ -149,15 +158,21 @@ class Qwen3ForCausalLM(nn.Module):
         config: its max_model_len is the number of positions the rope table has.
         backend: attention over the paged cache.
         dtype, device: of all parameters, which stay uninitialised until the loader fills them.
+        tp: the ranks that the model is cut over, and which of them this is.
     """
 
     def __init__(
-        self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel = SINGLE,
     ) -> None:
         super().__init__()
-        self.model = Qwen3Model(config, backend, dtype, device)
+        self.model = Qwen3Model(config, backend, dtype, device, tp)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, dtype, device, tied_to)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, dtype, device, tp, tied_to)
 
     def forward(
         self,
@@ -174,5 +189,5 @@ class Qwen3ForCausalLM(nn.Module):
         return self.model(input_ids, positions, kv_caches, metadata)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[S, hidden] -> [S, vocab_size], in the model's dtype, into `out` where it is given."""
+        """[S, hidden] -> [S, this rank's rows of the vocabulary], in the model's dtype, into `out` where given."""
         return self.lm_head(hidden, out)

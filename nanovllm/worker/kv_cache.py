@@ -13,16 +13,14 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.copy_blocks import copy_blocks
-from nanovllm.model_config import ModelConfig
 
 CPU_POOL_BYTES = 1 << 30
 CONTEXT_BYTES = 600 << 20  # a CUDA context with this library's kernels loaded; measured, see docs/performance.md
 
 
-def bytes_per_block(model_config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes over all layers, K and V."""
-    per_token = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim * dtype.itemsize
-    return per_token * block_size
+def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes over all layers, K and V, of this rank's heads."""
+    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize * block_size
 
 
 class KVCache:
@@ -35,10 +33,17 @@ class KVCache:
     """
 
     def __init__(
-        self, model_config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        num_caches = 2 * model_config.num_layers
-        shape = (num_caches, num_blocks, block_size, model_config.num_kv_heads, model_config.head_dim)
+        num_caches = 2 * num_layers
+        shape = (num_caches, num_blocks, block_size, num_kv_heads, head_dim)
         if device.type == "cpu":  # numpy's zeros take no memory until a page is touched; torch's touch them all
             num_bytes = math.prod(shape) * dtype.itemsize
             self._data = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

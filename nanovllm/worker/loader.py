@@ -1,9 +1,9 @@
 """Weights: from safetensors files, or from any iterator of (name, tensor), into a model's parameters.
 
-Owns: the mapping from checkpoint names to parameters, or to the rows of a merged one. Invariant: a load that returns
-has filled every parameter exactly from the tensor of its name; one that cannot raises, with every missing, unexpected
+Owns: the mapping from checkpoint names to parameters, or rows of merged ones, and the cutting for ranks.
+Invariant: a load that returns has filled every parameter exactly from the tensor of its name; one that cannot raises, with every missing, unexpected
 and wrong-shaped tensor named (for a folder, from the headers, before any parameter is touched). It deliberately never
-holds more than one tensor beside the model.
+holds more than one tensor beside the model; of a mapped file, a rank reads the pages of its own part.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from nanovllm.layers.embedding import VocabTable
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.parallel import Shard
 from nanovllm.model_config import INDEX, ModelConfig, list_folder
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -67,11 +70,11 @@ def apply_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], tied:
                 continue
             name = EMBEDDING  # a file may hold the shared table under the other name only
         target = targets.get(name)
-        if target is None or target.shape != tensor.shape:
+        if target is None or target.shape != tuple(tensor.shape):
             continue  # _check will name it
         if tensor.dtype not in _FLOATS:
             raise ValueError(f"weight {name} has dtype {tensor.dtype}: quantized checkpoints are not supported")
-        copy(target, tensor)
+        copy(target.tensor, tensor[target.index])
     _check(targets, shapes, tied)
 
 
@@ -98,31 +101,34 @@ class _HostToDevice:
             device.copy_(pinned.to(device.device))  # blocking, so the buffer is free again; converted on the GPU
 
 
-def weight_targets(model: nn.Module) -> dict[str, Tensor]:
-    """Where each tensor of a checkpoint goes: a parameter, or a view of a merged parameter's rows.
+@dataclass(frozen=True)
+class Target:
+    """Where a tensor of a checkpoint goes: `tensor`, a parameter or some of its rows, takes `index` of `shape`."""
 
-    Under tensor parallelism this is the place to cut: `Linear.shard` says along which dimension.
-    """
-    targets: dict[str, Tensor] = {}
+    tensor: Tensor
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+
+
+def weight_targets(model: nn.Module) -> dict[str, Target]:
+    """By the checkpoint's names; a module whose parameters are merged or cut says so by `shards`."""
+    targets: dict[str, Target] = {}
     for path, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
-            if not isinstance(module, Linear) or not module.parts:
-                targets[f"{path}.{kind}"] = parameter.data
-                continue
-            start = 0
-            parent = path.rpartition(".")[0]
-            for part, num_rows in module.parts.items():
-                targets[f"{parent}.{part}.{kind}"] = parameter.data[start : start + num_rows]
-                start += num_rows
+            whole = Shard("", slice(None), tuple(parameter.shape), ())
+            shards = module.shards(kind) if isinstance(module, Linear | VocabTable) else [whole]
+            for shard in shards:
+                name = f"{path.rpartition('.')[0]}.{shard.name}" if shard.name else path
+                targets[f"{name}.{kind}"] = Target(parameter.data[shard.rows], shard.shape, shard.index)
     return targets
 
 
-def _check(targets: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], tied: bool) -> None:
+def _check(targets: Mapping[str, Target], shapes: Mapping[str, tuple[int, ...]], tied: bool) -> None:
     """Raise a ValueError that names all that does not fit between the model's parameters and a checkpoint's tensors."""
     given = {name: shape for name, shape in shapes.items() if not _IGNORED.search(name)}
     if tied and EMBEDDING not in given and OUTPUT in given:
         given[EMBEDDING] = given[OUTPUT]
-    expected = {name: tuple(target.shape) for name, target in targets.items()}
+    expected = {name: target.shape for name, target in targets.items()}
     if tied:  # not the embedding's twin, but whether a checkpoint brings it is no matter
         expected.pop(OUTPUT, None)
         given.pop(OUTPUT, None)
@@ -200,12 +206,23 @@ def iterate_weights(files: Mapping[Path, list[str] | None]) -> Iterator[tuple[st
 
 
 def initialize_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Random weights in place, fixed by seed and device: matrices of standard deviation 0.02, norms 1, biases 0."""
+    """Random weights in place, fixed by seed and device: matrices of standard deviation 0.02, norms 1, biases 0.
+
+    A rank draws every tensor whole and keeps its part, so that all ranks together hold the model of one rank.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     bound = 0.02 * 3**0.5
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.data.uniform_(-bound, bound, generator=generator)
+    seen: set[int] = set()
+    for name, target in weight_targets(model).items():
+        tensor = target.tensor
+        if tensor.numel() and tensor.data_ptr() in seen:
+            continue  # a tied table
+        seen.add(tensor.data_ptr())
+        if len(target.shape) == 1:
+            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
+        elif tuple(tensor.shape) == target.shape:
+            tensor.uniform_(-bound, bound, generator=generator)
         else:
-            parameter.data.fill_(0.0 if name.endswith(".bias") else 1.0)
+            whole = torch.empty(target.shape, dtype=tensor.dtype, device=device)
+            tensor.copy_(whole.uniform_(-bound, bound, generator=generator)[target.index])

@@ -16,25 +16,26 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from dataclasses import dataclass
 
 import torch
 
 from nanovllm.attention import AttentionSpec, choose_backend
 from nanovllm.config import Config
 from nanovllm.kernels.advance import advance
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.parallel import SINGLE, TensorParallel, local_heads
 from nanovllm.messages import SchedulerOutput
 from nanovllm.models import build_model
 from nanovllm.worker.cuda_graphs import CudaGraphs, DecodeGraph, graph_sizes
 from nanovllm.worker.input_batch import InputBatch
 from nanovllm.worker.kv_cache import GpuMemory, KVCache, bytes_per_block, num_blocks_for_cpu
 from nanovllm.worker.loader import initialize_dummy_weights, load_weights
-from nanovllm.worker.logits import LogitsEdits, StepEdits
-from nanovllm.worker.logprobs import LogprobsRunner
+from nanovllm.worker.logprobs import PendingLogprobs
 from nanovllm.worker.output_ring import OutputRing, PendingOutput
+from nanovllm.worker.parallel import RankGroup
 from nanovllm.worker.persistent_batch import PersistentBatch
 from nanovllm.worker.platform import compute_stream, resolve_device, resolve_dtype
+from nanovllm.worker.step_sampler import StepSampler
+from nanovllm.worker.step_shape import StepShape
 from nanovllm.worker.warmup import KernelWarmup, model_calls, product_calls, step_calls
 from nanovllm.worker.weights import Source, Weights
 
@@ -43,21 +44,7 @@ logger = logging.getLogger("nanovllm")
 GRAPH_NODE_BYTES = 1 << 13  # what the driver keeps a kernel node of a graph; measured, see docs/performance.md
 
 
-@dataclass(slots=True)
-class StepShape:
-    """What of a step shapes its launches; all that graph capture freezes. Units: rows, tokens."""
-
-    num_rows: int
-    num_tokens: int
-    num_decodes: int
-    num_sampled: int
-    max_query_len: int
-    max_seq_len: int
-    has_cached_prefix: bool = False
-
-    @classmethod
-    def decode(cls, num_rows: int, max_seq_len: int) -> StepShape:
-        return cls(num_rows, num_rows, num_rows, num_rows, 1, max_seq_len)
+Sampled = tuple[torch.Tensor, PendingLogprobs | None]  # ids int32 [S], and what some rows want to know of them
 
 
 class ModelRunner:
@@ -65,13 +52,16 @@ class ModelRunner:
 
     Args:
         config: engine options; the ones left "auto" or None are resolved here and written back.
+        tp: the ranks that the model is cut over, and which of them this is.
 
     Raises:
         ValueError: an option that cannot work on this device, or too little memory.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tp: RankGroup | None = None) -> None:
         self.config = config
+        self.group = tp
+        self.tp: TensorParallel = tp or SINGLE
         self.model_config = config.model_config
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.model_config.dtype, self.device)
@@ -97,12 +87,13 @@ class ModelRunner:
 
     def _build_model(self) -> None:
         config, model_config = self.config, self.model_config
-        self.warmup.start(model_calls(model_config, self.dtype, self.device))
+        self.num_heads, self.num_kv_heads = local_heads(model_config.num_heads, model_config.num_kv_heads, self.tp.size)
+        self.warmup.start(model_calls(model_config, self.tp.size, self.dtype, self.device))
         self.backend = choose_backend(
             config.attention_backend,
             AttentionSpec(
-                num_heads=model_config.num_heads,
-                num_kv_heads=model_config.num_kv_heads,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
                 head_dim=model_config.head_dim,
                 dtype=self.dtype,
                 device=self.device,
@@ -114,8 +105,10 @@ class ModelRunner:
         )
         self.block_size = config.kvcache_block_size = self.backend.block_size
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
-        self.warmup.start(step_calls(model_config, self.dtype, self.device, self.backend, config.max_num_seqs))
-        self.model = build_model(model_config, self.backend, self.dtype, self.device)
+        self.warmup.start(
+            step_calls(model_config, self.tp.size, self.dtype, self.device, self.backend, config.max_num_seqs)
+        )
+        self.model = build_model(model_config, self.backend, self.dtype, self.device, tp=self.tp)
         self.warmup.start(product_calls(self.model, self.dtype, graph_sizes(config.max_num_seqs)))
         self.weights = Weights(self.model, model_config)
         if config.load_format == "dummy":
@@ -124,7 +117,7 @@ class ModelRunner:
             load_weights(self.model, config.model, model_config)
 
     def _build_batch(self) -> None:
-        config, model_config = self.config, self.model_config
+        config = self.config
         num_slots = (config.max_in_flight or 1) + 1
         self.batch = PersistentBatch(
             config.max_num_seqs, config.max_model_len, self.max_blocks_per_seq, self.device, num_slots
@@ -133,16 +126,15 @@ class ModelRunner:
             self.batch, max(config.max_num_batched_tokens, config.max_num_seqs), config.max_num_seqs, self.block_size
         )
         # one buffer for all graphs: each holding its own logits would cost gigabytes
-        self.logits = torch.empty(config.max_num_seqs, model_config.vocab_size, dtype=self.dtype, device=self.device)
-        self.sampler = Sampler(model_config.vocab_size, config.max_num_seqs, self.device)
-        self.edits = LogitsEdits(self.batch, model_config.vocab_size)
-        self.logprobs = LogprobsRunner(self.batch, model_config.vocab_size, self.model.compute_logits)
+        head = self.model.lm_head
+        self.logits = torch.empty(config.max_num_seqs, len(head.weight), dtype=self.dtype, device=self.device)
+        self.sampler = StepSampler(self.batch, head, config.max_num_seqs, self.model.compute_logits, self.tp)
         self.outputs = OutputRing(config.max_num_seqs, self.device, self.stream, num_slots)
         self.warmup.wait()
 
     def _allocate_kv_cache(self) -> None:
         config, memory = self.config, self.memory
-        block_bytes = bytes_per_block(self.model_config, self.block_size, self.dtype)
+        block_bytes = self._block_bytes()
         num_blocks = config.num_kvcache_blocks
         if memory is not None:
             self._profile()
@@ -152,13 +144,20 @@ class ModelRunner:
             )
         elif num_blocks is None:
             num_blocks = num_blocks_for_cpu(block_bytes, config.max_num_seqs, self.max_blocks_per_seq)
+        if self.group is not None:
+            num_blocks = self.group.minimum(num_blocks)  # the poorest rank's
         self.num_kvcache_blocks = config.num_kvcache_blocks = num_blocks
         self._new_kv_cache()
 
     def _new_kv_cache(self) -> None:
         self.kv_cache: KVCache | None = KVCache(
-            self.model_config, self.num_kvcache_blocks, self.block_size, self.dtype, self.device
-        )
+            self.model_config.num_layers, self.num_kvcache_blocks, self.block_size, self.num_kv_heads,
+            self.model_config.head_dim, self.dtype, self.device,
+        )  # fmt: skip
+
+    def _block_bytes(self) -> int:
+        config = self.model_config
+        return bytes_per_block(config.num_layers, self.block_size, self.num_kv_heads, config.head_dim, self.dtype)
 
     def _profile(self) -> None:
         """Run the largest step once, on row 0 alone, so that its workspace is in torch's pool before the KV cache is
@@ -167,14 +166,15 @@ class ModelRunner:
         It compiles the kernels of a prompt step too. All rows share row 0's block table, which is block 0.
         """
         config = self.config
-        self.kv_cache = KVCache(self.model_config, 2, self.block_size, self.dtype, self.device)
+        self.num_kvcache_blocks = 2
+        self._new_kv_cache()
         num_tokens = config.max_num_batched_tokens
         num_rows = max(min(config.max_num_seqs, num_tokens), -(-num_tokens // config.max_model_len))
         num_rows = min(num_rows, config.max_num_seqs)
         lengths = [min(num_tokens // num_rows, config.max_model_len)] * num_rows
         plan = SchedulerOutput(-1, [0] * num_rows, lengths, 0, num_rows, max_seq_len=max(lengths))
         self.batch.apply(plan, num_rows)
-        self._run_step(self._shape_of(plan))
+        self._run_step(StepShape.of(plan), plan)
         torch.cuda.synchronize(self.device)
         self.kv_cache = None
 
@@ -202,7 +202,7 @@ class ModelRunner:
 
     def _log_start(self) -> None:
         capacity = (self.num_kvcache_blocks - 1) * self.block_size
-        kv_bytes = self.num_kvcache_blocks * bytes_per_block(self.model_config, self.block_size, self.dtype)
+        kv_bytes = self.num_kvcache_blocks * self._block_bytes()
         weight_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
         gib = 1 << 30
         held = f", {self.memory.held() / gib:.2f} GiB held in all" if self.memory is not None else ""
@@ -234,30 +234,20 @@ class ModelRunner:
             if plan.block_copies:
                 assert self.kv_cache is not None
                 self.kv_cache.copy_blocks(plan.block_copies)
-            self.edits.apply_plan(plan)
-            self.logprobs.apply_plan(plan)
+            self.sampler.apply_plan(plan)
             if graphs is not None:
-                sampled = self._replay(graphs[num_padded], plan, num_padded)
+                sampled, logprobs = self._replay(graphs[num_padded], plan, num_padded)
             else:
-                sampled = self._run_step(self._shape_of(plan), plan)
-            sampled = sampled[: plan.num_sampled]
-            return self.outputs.end(started, sampled, self.logprobs.finish(plan, self.logits, sampled))
+                sampled, logprobs = self._run_step(StepShape.of(plan), plan)
+            return self.outputs.end(started, sampled[: plan.num_sampled], logprobs)
 
-    def _shape_of(self, plan: SchedulerOutput) -> StepShape:
-        return StepShape(
-            num_rows=len(plan.rows),
-            num_tokens=plan.num_tokens,
-            num_decodes=plan.num_decodes,
-            num_sampled=plan.num_sampled,
-            max_query_len=max(plan.num_query_tokens),
-            max_seq_len=plan.max_seq_len,
-            has_cached_prefix=plan.has_cached_prefix,
-        )
-
-    def _run_step(self, shape: StepShape, plan: SchedulerOutput | None = None) -> torch.Tensor:
-        """Prepare, model, logits, sample, advance, launched one by one; returns the sampled ids, int32 [S]."""
+    def _run_step(self, shape: StepShape, plan: SchedulerOutput) -> Sampled:
+        """Prepare, model, logits, sample, advance, launched one by one."""
         logits = self._forward(shape, plan)
-        return self._sample(logits, shape, self.edits.of_step(plan) if plan is not None else None)
+        edits = self.sampler.edits.of_step(plan)
+        sampled, logprobs = self.sampler.sample_step(logits, self._sampling_rows(shape), plan, edits)
+        self._advance(sampled, shape)
+        return sampled, logprobs
 
     def _forward(self, shape: StepShape, plan: SchedulerOutput | None = None) -> torch.Tensor:
         metadata = self.inputs.prepare(
@@ -273,22 +263,20 @@ class ModelRunner:
         assert self.kv_cache is not None
         hidden = self.model(input_ids[:num_tokens], positions[:num_tokens], self.kv_cache.layers, metadata)  # [T, H]
         if plan is not None:
-            self.logprobs.of_prompts(plan, hidden)
+            self.sampler.logprobs.of_prompts(plan, hidden)
         if shape.num_decodes != shape.num_rows:  # the last token of each row that samples
             hidden = hidden[metadata.cu_seqlens_q[1 : shape.num_sampled + 1] - 1]  # [S, H]
-        return self.model.compute_logits(hidden, self.logits[: shape.num_sampled])  # [S, V]
+        return self.model.compute_logits(hidden, self.logits[: shape.num_sampled])  # [S, V / ranks]
 
-    def _sample(self, logits: torch.Tensor, shape: StepShape, edits: StepEdits | None = None) -> torch.Tensor:
+    def _sampling_rows(self, shape: StepShape) -> torch.Tensor:
+        return self.batch.step_rows[: shape.num_sampled]  # int32 [S]
+
+    def _advance(self, sampled: torch.Tensor, shape: StepShape) -> None:
         batch = self.batch
-        rows = batch.step_rows[: shape.num_rows]
         is_decode = shape.num_decodes == shape.num_rows
         cu_seqlens_q = self.inputs.decode_cu_seqlens_q if is_decode else batch.step_cu_seqlens_q
-        if edits is None:
-            sampled = self.sampler(logits, rows[: shape.num_sampled], batch)  # int32 [S]
-        else:
-            sampled = edits.sample(logits, rows[: shape.num_sampled], self.sampler, batch)
         advance(
-            rows,
+            batch.step_rows[: shape.num_rows],
             cu_seqlens_q[: shape.num_rows + 1],
             shape.num_sampled,
             sampled,
@@ -296,21 +284,26 @@ class ModelRunner:
             batch.num_tokens,
             batch.num_computed,
         )
-        return sampled
 
     def _decode_logits(self, size: int) -> torch.Tensor:
         return self._forward(StepShape.decode(size, self.config.max_model_len))
 
-    def _sample_decodes(self, logits: torch.Tensor, size: int, edits: StepEdits | None = None) -> torch.Tensor:
-        return self._sample(logits, StepShape.decode(size, self.config.max_model_len), edits)
+    def _sample_decodes(self, logits: torch.Tensor, size: int) -> torch.Tensor:
+        shape = StepShape.decode(size, self.config.max_model_len)
+        sampled = self.sampler.sample(logits, self._sampling_rows(shape))
+        self._advance(sampled, shape)
+        return sampled
 
-    def _replay(self, graph: DecodeGraph, plan: SchedulerOutput, size: int) -> torch.Tensor:
+    def _replay(self, graph: DecodeGraph, plan: SchedulerOutput, size: int) -> Sampled:
         graph.model.replay()
-        edits = self.edits.of_step(plan)
-        if edits is not None:  # rarer sampling runs outside the graph
-            return self._sample_decodes(graph.logits, size, edits)
-        graph.sample.replay()
-        return graph.sampled
+        edits = self.sampler.edits.of_step(plan)
+        if self.sampler.is_plain(plan, edits):
+            graph.sample.replay()
+            return graph.sampled, self.sampler.logprobs.finish(plan, graph.logits, graph.sampled)
+        shape = StepShape.decode(size, self.config.max_model_len)  # rarer sampling runs outside the graph
+        sampled, logprobs = self.sampler.sample_step(graph.logits, self._sampling_rows(shape), plan, edits)
+        self._advance(sampled, shape)
+        return sampled, logprobs
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -322,8 +315,7 @@ class ModelRunner:
     def reset(self) -> None:
         """After a broken step: forget what the host believes the device to hold. The next plans bring all rows anew."""
         self.batch.reset()
-        self.edits.reset()
-        self.logprobs.reset()
+        self.sampler.reset()
 
     def sleep(self, keep_weights: bool) -> None:
         """Give back the memory of graphs, KV cache, logits and weights; rows and small buffers stay."""
@@ -340,10 +332,7 @@ class ModelRunner:
         """Take the memory again, as far as it was given back; graphs are captured anew. All of it or none."""
         try:
             with torch.cuda.stream(self.stream), torch.no_grad():
-                self.weights.restore()
-                self.logits.untyped_storage().resize_(self.logits.numel() * self.logits.element_size())
-                if self.kv_cache is None:
-                    self._new_kv_cache()
+                self._take_memory()
                 self.batch.step_rows.zero_()  # graphs warm up on row 0: others may be full, and would overflow
                 self.reset()
                 if self.graphs is None:
@@ -353,6 +342,20 @@ class ModelRunner:
             self.sleep(keep_weights=self.weights.missing is None)
             raise
         self.weights.settle()
+
+    def _take_memory(self) -> None:
+        """Raises on every rank when one has too little: the others would wait for it in collective calls."""
+        try:
+            self.weights.restore()
+            self.logits.untyped_storage().resize_(self.logits.numel() * self.logits.element_size())
+            if self.kv_cache is None:
+                self._new_kv_cache()
+        except RuntimeError:
+            if self.group is not None:
+                self.group.all_succeed(False)
+            raise
+        if self.group is not None and not self.group.all_succeed(True):
+            raise RuntimeError("another rank has too little memory")
 
     def update_weights(self, source: Source) -> None:
         """Replace the weights in place, in the caller's stream, in which the tensors may just be computed."""
@@ -374,8 +377,6 @@ class ModelRunner:
             "inputs",
             "logits",
             "sampler",
-            "edits",
-            "logprobs",
             "outputs",
             "backend",
         ]:

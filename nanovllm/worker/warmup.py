@@ -26,6 +26,7 @@ from nanovllm.kernels.norm import LARGE_BATCH_ELEMENTS, add_rms_norm, rms_norm
 from nanovllm.kernels.prepare import prepare_inputs
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.kernels.update import scatter_updates
+from nanovllm.layers.parallel import local_heads
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
@@ -60,7 +61,9 @@ class KernelWarmup:
             self._pool.shutdown()
 
 
-def model_calls(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
+def model_calls(
+    config: ModelConfig, tp_size: int, dtype: torch.dtype, device: torch.device
+) -> list[Callable[[], object]]:
     """Norms, activation and sampling: what needs to know no block size."""
 
     def zeros(*shape: int, of: torch.dtype = dtype) -> Tensor:
@@ -79,7 +82,7 @@ def model_calls(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         lambda: rms_norm(zeros(NUM_ROWS, hidden), zeros(hidden), eps),
         lambda: add_rms_norm(zeros(NUM_ROWS, hidden), zeros(NUM_ROWS, hidden), zeros(hidden), eps),
         lambda: add_rms_norm(zeros(num_many, hidden), zeros(num_many, hidden), zeros(hidden), eps),
-        lambda: silu_and_mul(zeros(NUM_ROWS, 2 * config.intermediate_size)),
+        lambda: silu_and_mul(zeros(NUM_ROWS, 2 * config.intermediate_size // tp_size)),
     ]
 
 
@@ -96,10 +99,16 @@ class _Settings:
 
 
 def step_calls(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: AttentionBackend, max_num_seqs: int
+    config: ModelConfig,
+    tp_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+    max_num_seqs: int,
 ) -> list[Callable[[], object]]:
     """The kernels around the model: updates, inputs, rope and store, decodes of one, few and so many rows, advance."""
-    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    heads, kv_heads = local_heads(config.num_heads, config.num_kv_heads, tp_size)
+    head_dim = config.head_dim
     cache = torch.zeros(2, backend.block_size, kv_heads, head_dim, dtype=dtype, device=device)
     cos_sin = torch.zeros(2 * NUM_ROWS, head_dim, device=device)
 

@@ -21,6 +21,19 @@ from nanovllm.worker.loader import apply_weights, checked_weights
 Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
+def check_pair(pair: Any) -> bool:
+    """True.
+
+    Raises:
+        TypeError: it is no pair of a name and a tensor.
+    """
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+        raise TypeError(f"update_weights takes a folder or pairs of a name and a tensor, got {pair!r:.80}")
+    if not isinstance(pair[1], Tensor):
+        raise TypeError(f"update_weights: {pair[0]} must be a tensor, got {type(pair[1]).__name__}")
+    return True
+
+
 class Weights:
     """The parameters of `model`.
 
@@ -86,10 +99,7 @@ class Weights:
     def _noting(self, pairs: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
         """Pass pairs on; from the first one until the update has succeeded, the weights are neither old nor new."""
         for pair in pairs:
-            if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
-                raise TypeError(f"update_weights takes a folder or pairs of a name and a tensor, got {pair!r:.80}")
-            if not isinstance(pair[1], Tensor):
-                raise TypeError(f"update_weights: {pair[0]} must be a tensor, got {type(pair[1]).__name__}")
+            check_pair(pair)
             self.missing = (
                 "the last update_weights() failed half-way, and the weights are neither the old nor the new ones: call "
                 "it again with all of them first"

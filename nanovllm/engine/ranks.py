@@ -1,0 +1,197 @@
+"""The ranks of one engine as processes of their own, and what passes between them and the scheduler.
+
+Owns: the processes, their pipes, and two threads that do all sending and receiving. Invariant: a message goes to all
+ranks or to none, in one order. An interrupt reaches the main thread alone, wherever it is; so it never cuts a message
+in two, and never leaves a rank alone in a collective call. It deliberately decides nothing, and imports no torch.
+
+A rank that fails says why and ends; one that is killed leaves its pipe closed. Either way the engine is dead: the
+others are ended, since what they wait for will not come, and every later use raises the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import connection as mp
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from nanovllm.config import Config
+
+logger = logging.getLogger("nanovllm")
+
+PATIENCE = 1.0  # seconds in which the rank at fault can tell: the others only notice that it is gone
+CLOSING_SECONDS = 10.0
+
+
+class Ranks:
+    """Starts `config.tensor_parallel_size` ranks, on the devices from `first_device` on, and talks to them.
+
+    Attributes:
+        failure: why the engine is dead; None: it is not.
+
+    Raises:
+        RuntimeError: a rank did not start, with its traceback.
+    """
+
+    def __init__(self, config: Config, first_device: int) -> None:
+        self.size = config.tensor_parallel_size
+        self.failure: str | None = None
+        self._outbox: SimpleQueue[tuple[bytes, ...] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[int, tuple[Any, ...]]] = SimpleQueue()
+        self.arrived = threading.Event()  # something did
+        self._is_closing = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[mp.Connection] = []
+        try:
+            for _ in range(self.size):
+                self._spawn()
+            self._threads = [
+                threading.Thread(target=target, name=f"nanovllm-{target.__name__}", daemon=True)
+                for target in (self._send, self._receive)
+            ]
+            for thread in self._threads:
+                thread.start()
+            self._start(config, first_device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _spawn(self) -> None:
+        """A fresh interpreter, which imports nothing of the caller's: neither fork nor `__main__` is needed."""
+        ours, theirs = socket.socketpair()
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "nanovllm.worker.rank", str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL
+            )
+        self._processes.append(process)
+        self._pipes.append(mp.Connection(ours.detach()))
+
+    def _start(self, config: Config, first_device: int) -> None:
+        level = logger.getEffectiveLevel()
+        messages = [
+            ("start", {"config": config, "rank": rank, "size": self.size, "first_device": first_device,
+                       "log_level": level}, 0)
+            for rank in range(self.size)
+        ]  # fmt: skip
+        self._outbox.put(tuple(pickle.dumps(message) for message in messages))
+        waiting = set(range(self.size))
+        while waiting:
+            rank, (kind, *values) = self.receive()
+            if kind == "port":  # rank 0 alone knows it; it does not hear its own message
+                message = pickle.dumps(("port", values[0], 0))
+                self._outbox.put((b"", *[message] * (self.size - 1)))
+                continue
+            assert kind == "started", kind
+            waiting.discard(rank)
+            resolved, told = values
+            for name, value in resolved.items():
+                setattr(config, name, value)
+            for log_level, text in told:
+                logger.log(log_level, "%s", text)
+
+    # ---- messages -----------------------------------------------------------------------------------------------
+
+    def send(self, kind: str, payload: Any = None, ticket: int = 0) -> None:
+        """To every rank or to none; returns before it is sent. An answer bears the ticket."""
+        self._outbox.put((pickle.dumps((kind, payload, ticket)),) * self.size)
+
+    def receive(self) -> tuple[int, tuple[Any, ...]]:
+        """The next (rank, message).
+
+        Raises:
+            RuntimeError: a rank has failed or died.
+        """
+        while True:
+            if self.failure is not None:
+                raise RuntimeError(self.failure)
+            try:
+                return self._inbox.get(timeout=0.5)
+            except Empty:
+                continue
+
+    def try_receive(self) -> tuple[int, tuple[Any, ...]] | None:
+        """As `receive`, of what has arrived; None: nothing has."""
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+        try:
+            return self._inbox.get_nowait()
+        except Empty:
+            return None
+
+    def _send(self) -> None:
+        """The sending thread."""
+        while (messages := self._outbox.get()) is not None:
+            try:
+                for pipe, message in zip(self._pipes, messages, strict=True):
+                    if message:
+                        pipe.send_bytes(message)
+            except OSError:
+                return  # a rank is gone: the receiving thread sees it, too, and knows more
+
+    def _receive(self) -> None:
+        """The receiving thread; ends with the first rank that does."""
+        ranks = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while True:
+            for pipe in mp.wait(list(ranks)):
+                assert isinstance(pipe, mp.Connection)
+                try:
+                    message = pipe.recv()
+                except (EOFError, OSError):
+                    message = ("gone",)
+                if message[0] in ("gone", "failed"):
+                    if not self._is_closing:
+                        self.failure = self._blame(ranks[pipe], message)
+                        self._kill()
+                        self.arrived.set()
+                    return
+                self._inbox.put((ranks[pipe], message))
+                self.arrived.set()
+
+    def _blame(self, rank: int, message: tuple[Any, ...]) -> str:
+        """What to tell of the first end that was noticed. A rank that was killed is to blame before those that report
+        the loss of it."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            for other, process in enumerate(self._processes):
+                if process.poll() is not None and process.returncode < 0:
+                    return f"rank {other} of {self.size} was killed by signal {-process.returncode}"
+            time.sleep(0.05)
+        if message[0] == "failed":
+            return f"rank {rank} of {self.size} failed:\n{message[1]}"
+        return f"rank {rank} of {self.size} ended with exit code {self._processes[rank].poll()}"
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+
+    def close(self) -> None:
+        """End the processes, all of whose memory comes back; may be called again."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self.failure is None and hasattr(self, "_threads"):
+            self.send("close")
+        self._outbox.put(None)
+        end = time.monotonic() + (CLOSING_SECONDS if self.failure is None else 0.0)
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for pipe in self._pipes:
+            pipe.close()

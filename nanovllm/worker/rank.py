@@ -1,0 +1,195 @@
+"""A rank in a process of its own: `python -m nanovllm.worker.rank FD`.
+
+Owns: the process, its end of the socket pair `FD`, and the loop in which it carries out what the driver sends, in that
+order. Invariant: all ranks of a group get the same messages, so their collective calls match. It deliberately knows no
+scheduler, and outlives nobody: it ends when the driver does, when it is told to, or when anything fails inside a step,
+with the traceback as its last message.
+
+Messages to a rank are (kind, payload, ticket). It answers ("output", ModelRunnerOutput) to each "execute", if it is the
+first rank, and ("done", value, ticket, why weights are missing) or ("error", exception, ...) to each of the others but
+"idle"; behind an "error" it goes on. The last one is ("failed", traceback).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+from nanovllm.config import Config
+
+RESOLVED = ("device", "dtype", "max_in_flight", "kvcache_block_size", "num_kvcache_blocks")
+
+
+class Rank:
+    """The loop of one rank, on its own end of the connection to the driver."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._unread: list[tuple[str, Any, int]] = []
+
+    def _next(self) -> tuple[str, Any, int]:
+        return self._unread.pop() if self._unread else self.connection.recv()
+
+    def run(self) -> None:
+        """From the first message ("start") to the last."""
+        kind, start, _ = self._next()
+        assert kind == "start"
+        self._start(**start)
+        while True:
+            kind, payload, ticket = self._next()
+            if kind == "close":
+                self.runner.close()
+                return
+            if kind == "execute":
+                self._execute(payload)
+            elif kind == "idle":
+                self._settle()
+                self.runner.outputs.idle()
+            else:
+                self._settle()
+                self._answer(kind, payload, ticket)
+
+    def _start(self, config: Config, rank: int, size: int, first_device: int, log_level: int) -> None:
+        import torch
+
+        from nanovllm.worker.model_runner import ModelRunner
+        from nanovllm.worker.parallel import RankGroup, open_store
+        from nanovllm.worker.platform import resolve_device
+
+        records: list[logging.LogRecord] = []
+        handler = Collector(records)
+        logging.getLogger("nanovllm").addHandler(handler)
+        logging.getLogger("nanovllm").setLevel(log_level)
+        if config.device != "cpu" and torch.cuda.is_available():
+            torch.cuda.set_device(first_device + rank)
+        device = resolve_device(config.device)
+        if device.type == "cpu":
+            torch.set_num_threads(max(1, torch.get_num_threads() // size))
+        group: RankGroup | None = None
+        if size > 1:
+            port = None
+            if rank > 0:
+                _, port, _ = self._next()
+            store = open_store(port)
+            if rank == 0:
+                self.connection.send(("port", store.port))
+            group = RankGroup(rank, size, store, device)
+        self.is_first = rank == 0
+        self.in_flight: deque[Any] = deque()
+        self.runner = ModelRunner(config, group)
+        assert config.max_in_flight is not None
+        self.max_in_flight = config.max_in_flight
+        logging.getLogger("nanovllm").removeHandler(handler)
+        resolved = {name: getattr(config, name) for name in RESOLVED}
+        told = [(record.levelno, record.getMessage()) for record in records] if self.is_first else []
+        self.connection.send(("started", resolved, told))
+
+    def _execute(self, plan: Any) -> None:
+        self.in_flight.append(self.runner.execute(plan))
+        if len(self.in_flight) == self.max_in_flight:
+            self._collect()
+
+    def _collect(self) -> None:
+        output = self.in_flight.popleft().wait()
+        if self.is_first:
+            self.connection.send(("output", output))
+
+    def _settle(self) -> None:
+        """Wait for the steps in flight; whoever waits for their outputs gets them first."""
+        while self.in_flight:
+            self._collect()
+
+    def _answer(self, kind: str, payload: Any, ticket: int) -> None:
+        try:
+            answer = ("done", self._carry_out(kind, payload), ticket, self.runner.weights.missing)
+        except (ValueError, TypeError, RuntimeError) as error:
+            answer = ("error", error, ticket, self.runner.weights.missing)
+        self.connection.send(answer)
+
+    def _carry_out(self, kind: str, payload: Any) -> Any:
+        runner = self.runner
+        if kind == "sleep":
+            return runner.sleep(keep_weights=payload == 1)
+        if kind == "wake_up":
+            return runner.wake_up()
+        if kind == "update_folder":
+            return runner.update_weights(payload)
+        if kind == "update_tensors":
+            return self._update_tensors()
+        if kind == "reset":
+            runner.synchronize()
+            return runner.reset()
+        assert kind == "stats", kind
+        return runner.stats()
+
+    def _update_tensors(self) -> None:
+        """("tensor", (name, tensor)) messages follow, up to "tensors_end" with None or why the source failed; another
+        kind means that the driver was interrupted."""
+        end: tuple[str, Any, int] | None = None
+
+        def tensors() -> Iterator[tuple[str, Any]]:
+            nonlocal end
+            while (message := self._next())[0] == "tensor":
+                yield message[1]
+            end = message
+            if message[0] != "tensors_end" or message[1] is not None:
+                raise RuntimeError(message[1] or "the update was interrupted")
+
+        try:
+            self.runner.update_weights(tensors())
+        finally:
+            while end is None:  # it gave up early: what is still sent belongs to this update
+                message = self._next()
+                end = message if message[0] != "tensor" else None
+            if end[0] != "tensors_end":
+                self._unread.append(end)
+
+
+class Collector(logging.Handler):
+    """Keeps what is logged while the engine starts: the driver's process logs it."""
+
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self.records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has: the main thread may wait in a collective call forever."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def main() -> None:
+    """Entry of the process; the driver closes its copy of the descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    connection = Connection(int(sys.argv[1]))
+    threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
+    try:
+        Rank(connection).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(1)  # the driver is gone
+    except BaseException:
+        text = traceback.format_exc()
+        try:
+            connection.send(("failed", text))
+        finally:
+            sys.stdout.flush()
+            os._exit(1)  # not through destructors that wait for other ranks
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
