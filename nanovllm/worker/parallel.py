@@ -98,23 +98,16 @@ class SymmetricMemory:
     def open(cls, group: RankGroup, store: Store) -> SymmetricMemory | None:
         """None where some rank cannot: no NVLink, or a torch without it. A collective call."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        name = f"nanovllm-{os.getpid()}-{id(group)}"
         memory: SymmetricMemory | None = None
         try:
-            from torch._C._distributed_c10d import _SymmetricMemory
-
             peers = [rank for rank in range(group.size) if rank != group.rank]
-            if all(torch.cuda.can_device_access_peer(group.device, _peer(group, rank)) for rank in peers):
-                shared = _shared_name(group, store, name)
-                _SymmetricMemory.set_group_info(shared, group.rank, group.size, store)
-                buffer = _SymmetricMemory.empty_strided_p2p((SYMMETRIC_BYTES,), (1,), torch.uint8, group.device, shared)
-                memory = cls(buffer, shared, group.size)
+            if group.all_succeed(all(torch.cuda.can_device_access_peer(group.device, _peer(group, r)) for r in peers)):
+                memory = cls(*_map_buffer(group, store), group.size)
         except (ImportError, RuntimeError, AttributeError) as error:
-            logger.info("sums go through NCCL: symmetric memory is not available (%s)", error)
+            logger.warning("sums go through NCCL: symmetric memory is not available (%s)", error)
         if not group.all_succeed(memory is not None):
             return None
         assert memory is not None
-        _SymmetricMemory.rendezvous(memory.buffer)
         x = memory.buffer[:1024].view(torch.bfloat16).fill_(group.rank + 1.0)
         is_right = bool((memory.all_reduce(x) == group.size * (group.size + 1) / 2).all())
         return memory if group.all_succeed(is_right) else None
@@ -142,8 +135,18 @@ def _peer(group: RankGroup, rank: int) -> torch.device:
     return torch.device("cuda", group.device.index - group.rank + rank)
 
 
-def _shared_name(group: RankGroup, store: Store, name: str) -> str:
-    """Rank 0's `name`, on all ranks."""
+def _map_buffer(group: RankGroup, store: Store) -> tuple[Tensor, str]:
+    """(the buffer, the name that its sums go by). A collective call."""
+    from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
+
     if group.rank == 0:
-        store.set("name", name)
-    return store.get("name").decode()
+        store.set("name", f"nanovllm-{os.getpid()}-{id(group)}")
+    name = store.get("name").decode()
+    # The name has to stand for a process group, of which nothing but the store is used.
+    holder = ProcessGroup(store, group.rank, group.size)
+    holder._set_group_name(name)  # type: ignore[arg-type]
+    _register_process_group(name, holder)  # type: ignore[arg-type]
+    _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
+    buffer = _SymmetricMemory.empty_strided_p2p((SYMMETRIC_BYTES,), (1,), torch.uint8, group.device, name)
+    _SymmetricMemory.rendezvous(buffer)
+    return buffer, name
