@@ -79,7 +79,7 @@ def _mix32_reference(h: Tensor) -> Tensor:
 
 
 def noise_bits_reference(seeds: Tensor, positions: Tensor, vocab_size: int, first_id: int = 0) -> Tensor:
-    """The bits of V tokens from first_id on as int32 [N, V], for `seeds` int32 [N, 2] (low, high) and `positions` int32 [N].
+    """The bits of V tokens from first_id on, int32 [N, V], for `seeds` int32 [N, 2] (low, high), `positions` int32 [N].
 
     int32 products wrap around as uint32 ones do, so this needs no wider type.
     """

@@ -1,9 +1,9 @@
 """Weights: from safetensors files, or from any iterator of (name, tensor), into a model's parameters.
 
-Owns: the mapping from checkpoint names to parameters, or rows of merged ones, and the cutting for ranks.
-Invariant: a load that returns has filled every parameter exactly from the tensor of its name; one that cannot raises, with every missing, unexpected
-and wrong-shaped tensor named (for a folder, from the headers, before any parameter is touched). It deliberately never
-holds more than one tensor beside the model; of a mapped file, a rank reads the pages of its own part.
+Owns: the mapping from checkpoint names to parameters, or rows of merged ones, and the cutting for ranks. Invariant: a
+load that returns has filled every parameter exactly from the tensor of its name; one that cannot raises, with every
+missing, unexpected and wrong-shaped tensor named (for a folder, from the headers, before any parameter is touched). It
+deliberately never holds more than one tensor beside the model; of a mapped file, a rank reads its own part's pages.
 """
 
 from __future__ import annotations

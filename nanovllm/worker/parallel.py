@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 logger = logging.getLogger("nanovllm")
 
 SYMMETRIC_BYTES = 16 << 20  # of partial sums in symmetric memory: a decode step's
-ONE_SHOT_BYTES = {2: 4 << 20, 4: 1 << 20, 8: 512 << 10}  # up to here, by ranks; beyond, two shots
+ONE_SHOT_BYTES = 64 << 10  # up to here; beyond, two shots: measured on two H200, docs/performance.md
 FOREVER = timedelta(days=365)
 
 
@@ -89,10 +89,9 @@ class RankGroup:
 class SymmetricMemory:
     """A buffer that all ranks of a machine map, for sums of up to `SYMMETRIC_BYTES`."""
 
-    def __init__(self, buffer: Tensor, name: str, size: int) -> None:
+    def __init__(self, buffer: Tensor, name: str) -> None:
         self.buffer = buffer  # uint8
         self.name = name
-        self.one_shot_bytes = ONE_SHOT_BYTES.get(size, 256 << 10)
 
     @classmethod
     def open(cls, group: RankGroup, store: Store) -> SymmetricMemory | None:
@@ -102,7 +101,7 @@ class SymmetricMemory:
         try:
             peers = [rank for rank in range(group.size) if rank != group.rank]
             if group.all_succeed(all(torch.cuda.can_device_access_peer(group.device, _peer(group, r)) for r in peers)):
-                memory = cls(*_map_buffer(group, store), group.size)
+                memory = cls(*_map_buffer(group, store))
         except (ImportError, RuntimeError, AttributeError) as error:
             logger.warning("sums go through NCCL: symmetric memory is not available (%s)", error)
         if not group.all_succeed(memory is not None):
@@ -124,7 +123,7 @@ class SymmetricMemory:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         ops = torch.ops.symm_mem
-        if x.numel() * x.element_size() <= self.one_shot_bytes:
+        if x.numel() * x.element_size() <= ONE_SHOT_BYTES:
             return ops.one_shot_all_reduce(x, "sum", self.name)
         return ops.two_shot_all_reduce_(x, "sum", self.name)
 

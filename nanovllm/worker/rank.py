@@ -19,9 +19,9 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from queue import Queue
 from typing import Any
 
 from nanovllm.config import Config
@@ -35,6 +35,7 @@ class Rank:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._unread: list[tuple[str, Any, int]] = []
+        self._in_flight: Queue[Any] = Queue()
 
     def _next(self) -> tuple[str, Any, int]:
         return self._unread.pop() if self._unread else self.connection.recv()
@@ -50,12 +51,12 @@ class Rank:
                 self.runner.close()
                 return
             if kind == "execute":
-                self._execute(payload)
-            elif kind == "idle":
-                self._settle()
+                self._in_flight.put(self.runner.execute(payload))
+                continue
+            self._in_flight.join()  # whoever waits for outputs gets them first
+            if kind == "idle":
                 self.runner.outputs.idle()
             else:
-                self._settle()
                 self._answer(kind, payload, ticket)
 
     def _start(self, config: Config, rank: int, size: int, first_device: int, log_level: int) -> None:
@@ -84,29 +85,21 @@ class Rank:
                 self.connection.send(("port", store.port))
             group = RankGroup(rank, size, store, device)
         self.is_first = rank == 0
-        self.in_flight: deque[Any] = deque()
         self.runner = ModelRunner(config, group)
-        assert config.max_in_flight is not None
-        self.max_in_flight = config.max_in_flight
+        threading.Thread(target=end_on_failure, args=(self.connection, self._collect), daemon=True).start()
         logging.getLogger("nanovllm").removeHandler(handler)
         resolved = {name: getattr(config, name) for name in RESOLVED}
         told = [(record.levelno, record.getMessage()) for record in records] if self.is_first else []
         self.connection.send(("started", resolved, told))
 
-    def _execute(self, plan: Any) -> None:
-        self.in_flight.append(self.runner.execute(plan))
-        if len(self.in_flight) == self.max_in_flight:
-            self._collect()
-
     def _collect(self) -> None:
-        output = self.in_flight.popleft().wait()
-        if self.is_first:
-            self.connection.send(("output", output))
-
-    def _settle(self) -> None:
-        """Wait for the steps in flight; whoever waits for their outputs gets them first."""
-        while self.in_flight:
-            self._collect()
+        """The collecting thread: a step's end and the next plan may come in any order. It alone sends while steps are
+        in flight."""
+        while True:
+            output = self._in_flight.get().wait()
+            if self.is_first:
+                self.connection.send(("output", output))
+            self._in_flight.task_done()
 
     def _answer(self, kind: str, payload: Any, ticket: int) -> None:
         try:
@@ -165,6 +158,21 @@ class Collector(logging.Handler):
         self.records.append(record)
 
 
+def end_on_failure(connection: Connection, run: Callable[[], object]) -> None:
+    """Run; an exception ends the process, once the driver has been told."""
+    try:
+        run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(1)  # the driver is gone
+    except BaseException:
+        text = traceback.format_exc()
+        try:
+            connection.send(("failed", text))
+        finally:
+            sys.stdout.flush()
+            os._exit(1)  # not through destructors that wait for other ranks
+
+
 def _end_with(parent: int) -> None:
     """End this process when its parent has: the main thread may wait in a collective call forever."""
     while os.getppid() == parent:
@@ -177,17 +185,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     connection = Connection(int(sys.argv[1]))
     threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
-    try:
-        Rank(connection).run()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(1)  # the driver is gone
-    except BaseException:
-        text = traceback.format_exc()
-        try:
-            connection.send(("failed", text))
-        finally:
-            sys.stdout.flush()
-            os._exit(1)  # not through destructors that wait for other ranks
+    end_on_failure(connection, Rank(connection).run)
     os._exit(0)
 
 
