@@ -16,6 +16,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.call import Call
 from nanovllm.engine.executor import Executor
+from nanovllm.engine.guard import EngineBusyError
 from nanovllm.engine.input_processor import InputProcessor, params_list
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Prompt, Request, is_single_prompt
@@ -95,16 +96,17 @@ class LLM:
             else:
                 requests.append(checked)
         call = Call()
-        try:
-            self.engine.submit(requests, call)
-            with Progress(len(requests), use_tqdm) as progress:
-                for position, output in self.engine.run(call):
-                    outputs[position] = output
-                    progress.add(output)
-                    if output.error is not None and on_error == "raise":
-                        raise RuntimeError(f"request {position}: {output.error}")
-        finally:  # whatever came up, none of them stays behind
-            self.engine.drop(call)
+        with self.engine.session():
+            try:
+                self.engine.submit(requests, call)
+                with Progress(len(requests), use_tqdm) as progress:
+                    for position, output in self.engine.run(call):
+                        outputs[position] = output
+                        progress.add(output)
+                        if output.error is not None and on_error == "raise":
+                            raise RuntimeError(f"request {position}: {output.error}")
+            finally:  # whatever came up, none of them stays behind
+                self.engine.drop(call)
         assert all(output is not None for output in outputs)
         return [output for output in outputs if output is not None]
 
@@ -272,6 +274,8 @@ class LLM:
         try:
             if call.pending:
                 self.engine.turn(call)
+        except EngineBusyError:
+            raise  # it was not turned at all
         except BaseException:
             self.engine.drop(call)
             raise

@@ -2,51 +2,35 @@
 
 Owns: the requests in flight, the steps in flight and the one loop that turns them into results. Invariant: between
 two calls from outside, scheduler, requests and device agree; whatever breaks that (an exception, Ctrl-C) is mended
-before anything else runs. It deliberately holds no policy: what runs next is the scheduler's, what ends a request the
-output processor's.
+before anything else runs, and what comes in the middle of a change waits for its end. It deliberately holds no policy:
+what runs next is the scheduler's, what ends a request the output processor's.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.call import Call, Calls
 from nanovllm.engine.executor import Executor
+from nanovllm.engine.guard import ABORT, EngineBusyError, Gate, Guard, Session
 from nanovllm.engine.logprobs import carry_over_logprobs, collect_logprobs
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.request import Limits, Request, Tokenizer, request_seed, sample_seed
+from nanovllm.engine.request import Limits, Request, Tokenizer, eos_token_ids, request_seed, sample_seed
 from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput
 
 logger = logging.getLogger("nanovllm")
 
-
-class _Guard:
-    """Run a change of the engine's state whole, or mend: an exception out of it drops `call`'s requests, no others.
-
-    A class, not a generator: one that an interrupt leaves suspended would be closed, and mend, at any time later.
-    """
-
-    def __init__(self, engine: LLMEngine, call: Call | None) -> None:
-        self.engine, self.call = engine, call
-
-    def __enter__(self) -> None:
-        self.engine._begin_change()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.engine._dirty = False
-            return
-        if self.call is not None:
-            self.call.broken = True
-        self.engine._recover()
+MAX_CLOSE_SECONDS = 10.0  # that close() waits for another thread
 
 
 class LLMEngine:
@@ -69,10 +53,12 @@ class LLMEngine:
             vocab_size=config.model_config.vocab_size,
             max_model_len=config.max_model_len,
             pool_tokens=(self.num_kvcache_blocks - 1) * self.executor.block_size,
-            eos_token_ids=self._eos_token_ids(tokenizer),
+            eos_token_ids=eos_token_ids(config.model_config, tokenizer),
             tokenizer=tokenizer,
         )
+        self.gate = Gate()
         self._calls = Calls()
+        self._dropped: deque[tuple[str, Call | None]] = deque()  # to be aborted; the call, so that it lives till then
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._ids = itertools.count()
         self._num_requests = 0
@@ -80,6 +66,7 @@ class LLMEngine:
         self._num_generated_tokens = 0
         self._dirty = False  # the host's state may be half-changed
         self._asleep = False
+        self._closing = False  # asked for, by somebody who could not do it
         self._dead: str | None = None
 
     def _new_scheduler(self) -> Scheduler:
@@ -95,13 +82,6 @@ class LLMEngine:
             max_in_flight=config.max_in_flight,
         )
 
-    def _eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
-        ids = list(self.config.model_config.eos_token_ids)
-        if tokenizer is not None and getattr(tokenizer, "eos_token_id", None) is not None:
-            ids.append(tokenizer.eos_token_id)
-        # one beyond the vocabulary (of another tokenizer, say) can never be sampled
-        return tuple(dict.fromkeys(i for i in ids if i < self.config.model_config.vocab_size))
-
     # ---- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Iterable[Request], call: Call) -> None:
@@ -112,7 +92,18 @@ class LLMEngine:
             RuntimeError: the engine is asleep, has no weights, or is closed or dead.
         """
         requests = list(requests)
-        self._mend()
+        added: list[tuple[str, Call | None]] = []
+        try:
+            with self._guard(check=lambda: self._check_can_take(requests)):
+                call.broken = False  # an interrupt may have left it so; what it meant has been mended
+                for request in requests:
+                    added.append((request.request_id, None))
+                    self._submit(request, call)
+        except BaseException:
+            self._dropped.extend(added)  # by the next use; they hold nothing yet
+            raise
+
+    def _check_can_take(self, requests: list[Request]) -> None:
         if self._asleep:
             raise RuntimeError("the engine is asleep: call wake_up() first")
         if self.executor.weights_missing is not None:
@@ -120,15 +111,6 @@ class LLMEngine:
         for request in requests:
             if request.request_id in self._calls.requests:
                 raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
-        try:
-            with self._guard(None):
-                for request in requests:
-                    self._submit(request, call)
-        except BaseException:
-            for request in requests:
-                call.pending.pop(request.request_id, None)
-            self._dirty = True  # so that the next use drops those that were queued; they hold nothing yet
-            raise
 
     def _submit(self, request: Request, call: Call) -> None:
         request.seed = request_seed(request.params, self.config.seed, self._num_requests)
@@ -171,19 +153,25 @@ class LLMEngine:
         return request_id
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests wherever they are; ids that are not here are passed over."""
-        with self._guard(None):
-            for request_id in request_ids:
-                request = self._calls.forget(request_id)
-                for seq in reversed(request.seqs if request is not None else ()):  # the first last: it has the forks
-                    self.scheduler.abort(seq)
+        """Drop requests wherever they are; ids that are not here are passed over.
+
+        May be called from anywhere, at any time: in the middle of a change it takes effect at the end of that.
+        """
+        self._dropped.extend([(request_id, None) for request_id in request_ids])
+        self.catch_up()
 
     def drop(self, call: Call) -> None:
-        """Abort what is left of a call whose caller has gone; whatever interrupts this, the next use completes it."""
+        """Abort what is left of a call whose caller has gone; as `abort`, but nothing where all is lost anyway."""
         if call.pending and self._dead is None:
-            call.broken = True
-            self.abort(list(call.pending))
-            call.broken = False
+            self._dropped.extend([(request_id, call) for request_id in list(call.pending)])
+            self.catch_up()
+
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            request = self._calls.forget(self._dropped[0][0])
+            for seq in reversed(request.seqs if request is not None else ()):  # the first last: it has the forks
+                self.scheduler.abort(seq)
+            self._dropped.popleft()
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -243,19 +231,49 @@ class LLMEngine:
 
     # ---- when something breaks ----------------------------------------------------------------------------------
 
-    def _guard(self, call: Call | None) -> _Guard:
-        return _Guard(self, call)
+    def session(self) -> Session:
+        """To be held by a call that runs to its end: meanwhile no other thread gets in."""
+        return Session(self)
 
-    def _begin_change(self) -> None:
+    def _guard(self, call: Call | None = None, check: Callable[[], object] | None = None) -> Guard:
+        return Guard(self, call, check)
+
+    def begin_change(self, check: Callable[[], object] | None) -> None:
         self._mend()
+        if check is not None:
+            check()
         self._dirty = True
+
+    def end_change(self) -> None:
+        self._abort_dropped()
+        self._dirty = False
+
+    def break_change(self, call: Call | None, error: BaseException) -> bool:
+        """Mend after an exception out of a change. True: `call` need not see it."""
+        if call is not None:
+            call.broken = True
+        self._recover()
+        return False
+
+    def catch_up(self) -> None:
+        """Carry out what had to wait, unless somebody is in the engine, who does it then."""
+        if self._closing:
+            self.close()
+        elif self._dropped:
+            with suppress(EngineBusyError), Guard(self, None, kind=ABORT):
+                pass
 
     def _mend(self) -> None:
         """Complete what an interrupt may have kept from being mended at once."""
+        if self._closing:
+            self._shut()
         self._check_alive()
         if self._dirty or self._calls.has_orphans:
             self._recover()
             self._check_alive()
+        if self._dropped:
+            self._dirty = True
+            self.end_change()
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -274,6 +292,7 @@ class LLMEngine:
             self._die(f"the engine is dead: the device failed with {error}")
             return
         self.scheduler.reset()
+        self._abort_dropped()
         self._calls.forget_dropped()
         for request in list(self._calls.requests.values()):
             try:
@@ -295,6 +314,7 @@ class LLMEngine:
     def _die(self, reason: str) -> None:
         self._dead = self._dead or reason
         self._in_flight.clear()
+        self._dropped.clear()
         self._calls.lose_all(self._dead)
 
     # ---- weights and memory -------------------------------------------------------------------------------------
@@ -303,8 +323,7 @@ class LLMEngine:
         """Give back the memory of weights, KV cache and graphs; see the LLM class."""
         if level not in (1, 2):
             raise ValueError(f"level must be 1 (weights go to the host) or 2 (weights are dropped), got {level!r}")
-        self._require_idle("sleep")
-        with self._guard(None):
+        with self._guard(check=lambda: self._require_idle("sleep")):
             self._drain()
             self.scheduler.reset_prefix_cache()
             self._asleep = True  # from here on, so that an interrupt does not leave half an engine in use
@@ -312,35 +331,32 @@ class LLMEngine:
 
     def wake_up(self) -> None:
         """Take the memory again; see the LLM class."""
-        self._mend()
-        if self._asleep:
-            with self._guard(None):
+        with self._guard():
+            if self._asleep:
                 self.executor.wake_up()
                 self._asleep = False
 
     def update_weights(self, source: Any) -> None:
         """Replace the weights in place; see the LLM class."""
-        self._require_idle("update_weights")
-        if self._asleep:
-            raise RuntimeError("update_weights: the engine is asleep: call wake_up() first")
-        with self._guard(None):
+        with self._guard(check=lambda: self._require_idle("update_weights", awake=True)):
             self._drain()
             self.scheduler.reset_prefix_cache()
             self.executor.update_weights(source)
 
-    def _require_idle(self, what: str) -> None:
-        self._mend()
+    def _require_idle(self, what: str, awake: bool = False) -> None:
         if num_requests := len(self._calls.requests):
             raise RuntimeError(
                 f"{what} needs an idle engine, and requests have not finished ({num_requests}): run them to their end, "
                 "or abort them"
             )
+        if awake and self._asleep:
+            raise RuntimeError(f"{what}: the engine is asleep: call wake_up() first")
 
     # ---- facts --------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep theirs."""
-        with self._guard(None):
+        with self._guard():
             self.scheduler.reset_prefix_cache()
 
     def stats(self) -> dict[str, float]:
@@ -359,6 +375,21 @@ class LLMEngine:
         return stats | (self.executor.stats() if self._dead is None else {})
 
     def close(self) -> None:
-        """Drop all requests and give back all device memory; may be called again."""
+        """Drop all requests and give back all device memory; may be called again, and from anywhere.
+
+        In the middle of a change it takes effect at the end of that, which another thread waits for.
+        """
+        self._closing = True
+        try:
+            entry = self.gate.enter(sys._getframe(), ABORT)
+        except EngineBusyError:
+            self.gate.wait_for_others(MAX_CLOSE_SECONDS)
+            return
+        try:
+            self._shut()
+        finally:
+            self.gate.leave(entry)
+
+    def _shut(self) -> None:
         self._die("the engine is closed")
         self._finalizer()

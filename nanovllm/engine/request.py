@@ -14,6 +14,7 @@ from operator import index
 from typing import Any, Protocol
 
 from nanovllm.engine.sequence import Sequence as EngineSequence
+from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
@@ -68,6 +69,15 @@ def request_seed(params: SamplingParams, engine_seed: int, ordinal: int) -> int:
 def sample_seed(seed: int, index: int) -> int:
     """The 64-bit seed of a request's sample: the first one's is the request's own."""
     return seed if index == 0 else _mix(seed, index)
+
+
+def eos_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """The end ids of the model's files and of the tokenizer."""
+    ids = list(model_config.eos_token_ids)
+    if tokenizer is not None and getattr(tokenizer, "eos_token_id", None) is not None:
+        ids.append(tokenizer.eos_token_id)
+    # one beyond the vocabulary (of another tokenizer, say) can never be sampled
+    return tuple(dict.fromkeys(i for i in ids if i < model_config.vocab_size))
 
 
 def is_single_prompt(prompts: Any) -> bool:
