@@ -83,7 +83,8 @@ class LLM:
         Raises:
             ValueError: a request that cannot run, with its position and the reason; nothing ran, nothing stays queued.
             TypeError: something of the wrong type.
-            RuntimeError: a request's logits were not finite (with on_error="raise"), or the device failed.
+            RuntimeError: a request failed by itself (with on_error="raise"), for example since its logits were not
+                finite; or the device failed, or the engine is in use.
         """
         _check_on_error(on_error)
         batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
@@ -159,7 +160,7 @@ class LLM:
         Raises:
             ValueError: a request that cannot run, that has n above 1, or no text (detokenize=False, no tokenizer).
             TypeError: something of the wrong type.
-            RuntimeError: the request's logits were not finite, the request was aborted, or the device failed.
+            RuntimeError: the request failed or was aborted, the device failed, or the engine is in use.
         """
         params = self._or_default(sampling_params)
         request = self.inputs.check_one(prompt, params)

@@ -21,11 +21,12 @@ from nanovllm.config import Config
 from nanovllm.engine.call import Call, Calls
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.guard import ABORT, EngineBusyError, Gate, Guard, Session
-from nanovllm.engine.logprobs import carry_over_logprobs, collect_logprobs
-from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.request import Limits, Request, Tokenizer, eos_token_ids, request_seed, sample_seed
-from nanovllm.engine.scheduler import Scheduler, Step
+from nanovllm.engine.logprobs import collect_logprobs
+from nanovllm.engine.output_processor import OutputProcessor, error_output
+from nanovllm.engine.request import Limits, Request, Tokenizer, eos_token_ids, new_sequences, request_seed
+from nanovllm.engine.scheduler import Step, new_scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.suspects import Suspects
 from nanovllm.outputs import RequestOutput
 
 logger = logging.getLogger("nanovllm")
@@ -47,7 +48,7 @@ class LLMEngine:
         self.executor = executor
         self._finalizer = weakref.finalize(self, self.executor.close)  # also at exit
         self.num_kvcache_blocks = self.executor.num_kvcache_blocks
-        self.scheduler = self._new_scheduler()
+        self.scheduler = new_scheduler(config, self.num_kvcache_blocks, self.executor.block_size)
         self.output_processor = OutputProcessor(tokenizer)
         self.limits = Limits(
             vocab_size=config.model_config.vocab_size,
@@ -57,6 +58,9 @@ class LLMEngine:
             tokenizer=tokenizer,
         )
         self.gate = Gate()
+        assert config.max_in_flight is not None
+        self._suspects = Suspects(config.max_in_flight)
+        self._at_work: list[Sequence] = []  # whose error it is, if there is one now
         self._calls = Calls()
         self._dropped: deque[tuple[str, Call | None]] = deque()  # to be aborted; the call, so that it lives till then
         self._in_flight: deque[tuple[Step, Any]] = deque()
@@ -68,19 +72,6 @@ class LLMEngine:
         self._asleep = False
         self._closing = False  # asked for, by somebody who could not do it
         self._dead: str | None = None
-
-    def _new_scheduler(self) -> Scheduler:
-        config = self.config
-        assert config.max_in_flight is not None
-        return Scheduler(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            num_blocks=self.num_kvcache_blocks,
-            block_size=self.executor.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            max_in_flight=config.max_in_flight,
-        )
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -116,35 +107,19 @@ class LLMEngine:
         request.seed = request_seed(request.params, self.config.seed, self._num_requests)
         self._num_requests += 1
         self._calls.add(request, call)
-        self._queue(request)
+        self._admit(request)
+
+    def _admit(self, request: Request) -> None:
+        if self._suspects.lets_through(request):
+            self._queue(request)
 
     def _queue(self, request: Request) -> None:
-        """Queue its samples, or those of them that have not ended, from the tokens that are known. One computes the
-        prompt for all."""
-        known: list[Sequence | None] = [*request.seqs] or [None] * request.params.n
-        request.seqs = [
-            seq if seq is not None and seq.is_finished else self._new_sequence(request, index, seq)
-            for index, seq in enumerate(known)
-        ]
+        """Queue its samples, those that have not ended, from the tokens that are known. One computes the prompt."""
+        request.seqs = new_sequences(request)
         first, *first.forks = [seq for seq in request.seqs if not seq.is_finished]
+        for seq in (first, *first.forks):
+            self.output_processor.follow(seq, request)
         self.scheduler.add(first)
-
-    def _new_sequence(self, request: Request, index: int, before: Sequence | None) -> Sequence:
-        seq = Sequence(
-            request.request_id,
-            list(request.prompt_token_ids if before is None else before.token_ids),
-            request.params,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            max_total_tokens=request.max_total_tokens,
-            seed=sample_seed(request.seed, index),
-            end_ids=request.end_ids,
-            index=index,
-            bad_word_ids=request.bad_word_ids,
-        )
-        if before is not None:
-            carry_over_logprobs(before, seq)
-        self.output_processor.follow(seq, request)
-        return seq
 
     def new_request_id(self) -> str:
         """A fresh id: the next number that no request in flight has for its name."""
@@ -188,14 +163,22 @@ class LLMEngine:
             self.drop(call)
 
     def turn(self, call: Call | None = None) -> None:
-        """One turn of the loop for whoever has work; an exception in it is charged to `call`.
+        """One turn of the loop for whoever has work.
+
+        An exception in a step is raised here and breaks `call` if the step held requests of it, or nobody's; others of
+        the step are then tried alone, each of them (see `Suspects.blame`). What is found to be at fault alone gets
+        the error as its result, and nobody else sees it. An interrupt breaks `call` and nobody else.
 
         Raises:
             RuntimeError: the engine is closed or dead, or work is waiting that can never run.
         """
         with self._guard(call):
+            self._at_work = []
+            for request in self._suspects.released(self._calls.requests):
+                self._admit(request)
             step = self.scheduler.schedule()
             if step is not None:
+                self._at_work = step.seqs
                 self._in_flight.append((step, self.executor.submit(step.plan)))
             elif not self._in_flight and self.scheduler.has_work():
                 raise RuntimeError(self.scheduler.stuck_reason())
@@ -207,6 +190,7 @@ class LLMEngine:
     def _collect(self) -> None:
         """Wait for the oldest step in flight and give out what it finished."""
         step, pending = self._in_flight.popleft()
+        self._at_work = step.seqs
         output = pending.wait()  # tokens reach the host here, nowhere else
         collect_logprobs(step, output)
         self.scheduler.update(step, output)
@@ -221,6 +205,7 @@ class LLMEngine:
                     self._deliver(request)
 
     def _deliver(self, request: Request) -> None:
+        self._at_work = request.seqs
         self._calls.deliver(request, self.output_processor.output(request))
 
     def _drain(self) -> None:
@@ -249,11 +234,30 @@ class LLMEngine:
         self._dirty = False
 
     def break_change(self, call: Call | None, error: BaseException) -> bool:
-        """Mend after an exception out of a change. True: `call` need not see it."""
+        """Mend after an exception out of a change; `call`: whose turn it was. True: it need not see the error."""
+        is_for_call = True
         if call is not None:
-            call.broken = True
+            if isinstance(error, Exception):
+                is_for_call = self._blame(call, error)
+            call.broken = is_for_call
         self._recover()
-        return False
+        return not is_for_call and self._dead is None
+
+    def _blame(self, call: Call, error: Exception) -> bool:
+        ids = dict.fromkeys(seq.request_id for seq in self._at_work)
+        requests = [self._calls.requests[request_id] for request_id in ids if request_id in self._calls.requests]
+        lost, is_for_call = self._suspects.blame(requests, call.pending)
+        for request in lost:
+            logger.warning("request %s is lost to an error in a step", request.request_id, exc_info=error)
+            self._lose(request, error)
+        return is_for_call
+
+    def _lose(self, request: Request, error: Exception) -> None:
+        """Give it the error for a result."""
+        reason = f"it was lost to {error!r}"
+        output = error_output(request.request_id, request.prompt, request.prompt_token_ids, reason)
+        output.metrics = request.metrics
+        self._calls.deliver(request, output)
 
     def catch_up(self) -> None:
         """Carry out what had to wait, unless somebody is in the engine, who does it then."""
@@ -294,11 +298,12 @@ class LLMEngine:
         self.scheduler.reset()
         self._abort_dropped()
         self._calls.forget_dropped()
-        for request in list(self._calls.requests.values()):
+        self._suspects.reset()
+        for request in sorted(self._calls.requests.values(), key=lambda request: not request.is_suspect):
             try:
                 self._resume(request)
             except Exception as error:  # or it would come up again and again
-                self._calls.lose(request.request_id, f"request {request.request_id} was lost to {error!r}")
+                self._lose(request, error)
                 raise
         self._dirty = False
 
@@ -309,7 +314,7 @@ class LLMEngine:
         if request.is_finished:
             self._deliver(request)
         else:
-            self._queue(request)
+            self._admit(request)
 
     def _die(self, reason: str) -> None:
         self._dead = self._dead or reason
