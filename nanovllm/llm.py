@@ -16,6 +16,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.call import Call
 from nanovllm.engine.executor import AnyExecutor, start_executor
+from nanovllm.engine.guard import EngineBusyError
 from nanovllm.engine.input_processor import InputProcessor, params_list
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Prompt, Request, is_single_prompt
@@ -82,7 +83,8 @@ class LLM:
         Raises:
             ValueError: a request that cannot run, with its position and the reason; nothing ran, nothing stays queued.
             TypeError: something of the wrong type.
-            RuntimeError: a request's logits were not finite (with on_error="raise"), or the device failed.
+            RuntimeError: a request failed by itself (with on_error="raise"), for example since its logits were not
+                finite; or the device failed, or the engine is in use.
         """
         _check_on_error(on_error)
         batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
@@ -95,16 +97,17 @@ class LLM:
             else:
                 requests.append(checked)
         call = Call()
-        try:
-            self.engine.submit(requests, call)
-            with Progress(len(requests), use_tqdm) as progress:
-                for position, output in self.engine.run(call):
-                    outputs[position] = output
-                    progress.add(output)
-                    if output.error is not None and on_error == "raise":
-                        raise RuntimeError(f"request {position}: {output.error}")
-        finally:  # whatever came up, none of them stays behind
-            self.engine.drop(call)
+        with self.engine.session():
+            try:
+                self.engine.submit(requests, call)
+                with Progress(len(requests), use_tqdm) as progress:
+                    for position, output in self.engine.run(call):
+                        outputs[position] = output
+                        progress.add(output)
+                        if output.error is not None and on_error == "raise":
+                            raise RuntimeError(f"request {position}: {output.error}")
+            finally:  # whatever came up, none of them stays behind
+                self.engine.drop(call)
         assert all(output is not None for output in outputs)
         return [output for output in outputs if output is not None]
 
@@ -157,7 +160,7 @@ class LLM:
         Raises:
             ValueError: a request that cannot run, that has n above 1, or no text (detokenize=False, no tokenizer).
             TypeError: something of the wrong type.
-            RuntimeError: the request's logits were not finite, the request was aborted, or the device failed.
+            RuntimeError: the request failed or was aborted, the device failed, or the engine is in use.
         """
         params = self._or_default(sampling_params)
         request = self.inputs.check_one(prompt, params)
@@ -272,6 +275,8 @@ class LLM:
         try:
             if call.pending:
                 self.engine.turn(call)
+        except EngineBusyError:
+            raise  # it was not turned at all
         except BaseException:
             self.engine.drop(call)
             raise

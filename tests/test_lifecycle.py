@@ -379,11 +379,10 @@ def test_a_result_that_cannot_be_made_breaks_no_other(llm, monkeypatch):
         return output(request)
 
     monkeypatch.setattr(llm.engine.output_processor, "output", failing)
-    with pytest.raises(OSError, match="planted"):
-        tokens(llm, params=dataclasses.replace(GREEDY, max_tokens=30))
+    assert len(tokens(llm, params=dataclasses.replace(GREEDY, max_tokens=30))) == 30
     assert all_blocks_free(llm)  # at once
     assert tokens(llm) == expected
-    with pytest.raises(RuntimeError, match=r"request .* was lost to OSError\('planted'\)"):
+    with pytest.raises(RuntimeError, match=r"request 1: it was lost to OSError\('planted'\)"):
         next(other)
     assert all_blocks_free(llm)
 

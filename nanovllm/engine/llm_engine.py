@@ -2,51 +2,36 @@
 
 Owns: the requests in flight, the steps in flight and the one loop that turns them into results. Invariant: between
 two calls from outside, scheduler, requests and device agree; whatever breaks that (an exception, Ctrl-C) is mended
-before anything else runs. It deliberately holds no policy: what runs next is the scheduler's, what ends a request the
-output processor's.
+before anything else runs, and what comes in the middle of a change waits for its end. It deliberately holds no policy:
+what runs next is the scheduler's, what ends a request the output processor's.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.call import Call, Calls
 from nanovllm.engine.executor import AnyExecutor
-from nanovllm.engine.logprobs import carry_over_logprobs, collect_logprobs
-from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.request import Limits, Request, Tokenizer, request_seed, sample_seed
-from nanovllm.engine.scheduler import Scheduler, Step
+from nanovllm.engine.guard import ABORT, EngineBusyError, Gate, Guard, Session
+from nanovllm.engine.logprobs import collect_logprobs
+from nanovllm.engine.output_processor import OutputProcessor, error_output
+from nanovllm.engine.request import Limits, Request, Tokenizer, eos_token_ids, new_sequences, request_seed
+from nanovllm.engine.scheduler import Step, new_scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.suspects import Suspects
 from nanovllm.outputs import RequestOutput
 
 logger = logging.getLogger("nanovllm")
 
-
-class _Guard:
-    """Run a change of the engine's state whole, or mend: an exception out of it drops `call`'s requests, no others.
-
-    A class, not a generator: one that an interrupt leaves suspended would be closed, and mend, at any time later.
-    """
-
-    def __init__(self, engine: LLMEngine, call: Call | None) -> None:
-        self.engine, self.call = engine, call
-
-    def __enter__(self) -> None:
-        self.engine._begin_change()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.engine._dirty = False
-            return
-        if self.call is not None:
-            self.call.broken = True
-        self.engine._recover()
+MAX_CLOSE_SECONDS = 10.0  # that close() waits for another thread
 
 
 class LLMEngine:
@@ -63,16 +48,21 @@ class LLMEngine:
         self.executor = executor
         self._finalizer = weakref.finalize(self, self.executor.close)  # also at exit
         self.num_kvcache_blocks = self.executor.num_kvcache_blocks
-        self.scheduler = self._new_scheduler()
+        self.scheduler = new_scheduler(config, self.num_kvcache_blocks, self.executor.block_size)
         self.output_processor = OutputProcessor(tokenizer)
         self.limits = Limits(
             vocab_size=config.model_config.vocab_size,
             max_model_len=config.max_model_len,
             pool_tokens=(self.num_kvcache_blocks - 1) * self.executor.block_size,
-            eos_token_ids=self._eos_token_ids(tokenizer),
+            eos_token_ids=eos_token_ids(config.model_config, tokenizer),
             tokenizer=tokenizer,
         )
+        self.gate = Gate()
+        assert config.max_in_flight is not None
+        self._suspects = Suspects(config.max_in_flight)
+        self._at_work: list[Sequence] = []  # whose error it is, if there is one now
         self._calls = Calls()
+        self._dropped: deque[tuple[str, Call | None]] = deque()  # to be aborted; the call, so that it lives till then
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._ids = itertools.count()
         self._num_requests = 0
@@ -80,27 +70,8 @@ class LLMEngine:
         self._num_generated_tokens = 0
         self._dirty = False  # the host's state may be half-changed
         self._asleep = False
+        self._closing = False  # asked for, by somebody who could not do it
         self._dead: str | None = None
-
-    def _new_scheduler(self) -> Scheduler:
-        config = self.config
-        assert config.max_in_flight is not None
-        return Scheduler(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            num_blocks=self.num_kvcache_blocks,
-            block_size=self.executor.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            max_in_flight=config.max_in_flight,
-        )
-
-    def _eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
-        ids = list(self.config.model_config.eos_token_ids)
-        if tokenizer is not None and getattr(tokenizer, "eos_token_id", None) is not None:
-            ids.append(tokenizer.eos_token_id)
-        # one beyond the vocabulary (of another tokenizer, say) can never be sampled
-        return tuple(dict.fromkeys(i for i in ids if i < self.config.model_config.vocab_size))
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -112,7 +83,18 @@ class LLMEngine:
             RuntimeError: the engine is asleep, has no weights, or is closed or dead.
         """
         requests = list(requests)
-        self._mend()
+        added: list[tuple[str, Call | None]] = []
+        try:
+            with self._guard(check=lambda: self._check_can_take(requests)):
+                call.broken = False  # an interrupt may have left it so; what it meant has been mended
+                for request in requests:
+                    added.append((request.request_id, None))
+                    self._submit(request, call)
+        except BaseException:
+            self._dropped.extend(added)  # by the next use; they hold nothing yet
+            raise
+
+    def _check_can_take(self, requests: list[Request]) -> None:
         if self._asleep:
             raise RuntimeError("the engine is asleep: call wake_up() first")
         if self.executor.weights_missing is not None:
@@ -120,49 +102,24 @@ class LLMEngine:
         for request in requests:
             if request.request_id in self._calls.requests:
                 raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
-        try:
-            with self._guard(None):
-                for request in requests:
-                    self._submit(request, call)
-        except BaseException:
-            for request in requests:
-                call.pending.pop(request.request_id, None)
-            self._dirty = True  # so that the next use drops those that were queued; they hold nothing yet
-            raise
 
     def _submit(self, request: Request, call: Call) -> None:
         request.seed = request_seed(request.params, self.config.seed, self._num_requests)
         self._num_requests += 1
         self._calls.add(request, call)
-        self._queue(request)
+        self._admit(request)
+
+    def _admit(self, request: Request) -> None:
+        if self._suspects.lets_through(request):
+            self._queue(request)
 
     def _queue(self, request: Request) -> None:
-        """Queue its samples, or those of them that have not ended, from the tokens that are known. One computes the
-        prompt for all."""
-        known: list[Sequence | None] = [*request.seqs] or [None] * request.params.n
-        request.seqs = [
-            seq if seq is not None and seq.is_finished else self._new_sequence(request, index, seq)
-            for index, seq in enumerate(known)
-        ]
+        """Queue its samples, those that have not ended, from the tokens that are known. One computes the prompt."""
+        request.seqs = new_sequences(request)
         first, *first.forks = [seq for seq in request.seqs if not seq.is_finished]
+        for seq in (first, *first.forks):
+            self.output_processor.follow(seq, request)
         self.scheduler.add(first)
-
-    def _new_sequence(self, request: Request, index: int, before: Sequence | None) -> Sequence:
-        seq = Sequence(
-            request.request_id,
-            list(request.prompt_token_ids if before is None else before.token_ids),
-            request.params,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            max_total_tokens=request.max_total_tokens,
-            seed=sample_seed(request.seed, index),
-            end_ids=request.end_ids,
-            index=index,
-            bad_word_ids=request.bad_word_ids,
-        )
-        if before is not None:
-            carry_over_logprobs(before, seq)
-        self.output_processor.follow(seq, request)
-        return seq
 
     def new_request_id(self) -> str:
         """A fresh id: the next number that no request in flight has for its name."""
@@ -171,19 +128,25 @@ class LLMEngine:
         return request_id
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests wherever they are; ids that are not here are passed over."""
-        with self._guard(None):
-            for request_id in request_ids:
-                request = self._calls.forget(request_id)
-                for seq in reversed(request.seqs if request is not None else ()):  # the first last: it has the forks
-                    self.scheduler.abort(seq)
+        """Drop requests wherever they are; ids that are not here are passed over.
+
+        May be called from anywhere, at any time: in the middle of a change it takes effect at the end of that.
+        """
+        self._dropped.extend([(request_id, None) for request_id in request_ids])
+        self.catch_up()
 
     def drop(self, call: Call) -> None:
-        """Abort what is left of a call whose caller has gone; whatever interrupts this, the next use completes it."""
+        """Abort what is left of a call whose caller has gone; as `abort`, but nothing where all is lost anyway."""
         if call.pending and self._dead is None:
-            call.broken = True
-            self.abort(list(call.pending))
-            call.broken = False
+            self._dropped.extend([(request_id, call) for request_id in list(call.pending)])
+            self.catch_up()
+
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            request = self._calls.forget(self._dropped[0][0])
+            for seq in reversed(request.seqs if request is not None else ()):  # the first last: it has the forks
+                self.scheduler.abort(seq)
+            self._dropped.popleft()
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -200,14 +163,22 @@ class LLMEngine:
             self.drop(call)
 
     def turn(self, call: Call | None = None) -> None:
-        """One turn of the loop for whoever has work; an exception in it is charged to `call`.
+        """One turn of the loop for whoever has work.
+
+        An exception in a step is raised here and breaks `call` if the step held requests of it, or nobody's; others of
+        the step are then tried alone, each of them (see `Suspects.blame`). What is found to be at fault alone gets
+        the error as its result, and nobody else sees it. An interrupt breaks `call` and nobody else.
 
         Raises:
             RuntimeError: the engine is closed or dead, or work is waiting that can never run.
         """
         with self._guard(call):
+            self._at_work = []
+            for request in self._suspects.released(self._calls.requests):
+                self._admit(request)
             step = self.scheduler.schedule()
             if step is not None:
+                self._at_work = step.seqs
                 self._in_flight.append((step, self.executor.submit(step.plan)))
             elif not self._in_flight and self.scheduler.has_work():
                 raise RuntimeError(self.scheduler.stuck_reason())
@@ -219,6 +190,7 @@ class LLMEngine:
     def _collect(self) -> None:
         """Wait for the oldest step in flight and give out what it finished."""
         step, pending = self._in_flight.popleft()
+        self._at_work = step.seqs
         output = pending.wait()  # tokens reach the host here, nowhere else
         collect_logprobs(step, output)
         self.scheduler.update(step, output)
@@ -233,6 +205,7 @@ class LLMEngine:
                     self._deliver(request)
 
     def _deliver(self, request: Request) -> None:
+        self._at_work = request.seqs
         self._calls.deliver(request, self.output_processor.output(request))
 
     def _drain(self) -> None:
@@ -243,19 +216,68 @@ class LLMEngine:
 
     # ---- when something breaks ----------------------------------------------------------------------------------
 
-    def _guard(self, call: Call | None) -> _Guard:
-        return _Guard(self, call)
+    def session(self) -> Session:
+        """To be held by a call that runs to its end: meanwhile no other thread gets in."""
+        return Session(self)
 
-    def _begin_change(self) -> None:
+    def _guard(self, call: Call | None = None, check: Callable[[], object] | None = None) -> Guard:
+        return Guard(self, call, check)
+
+    def begin_change(self, check: Callable[[], object] | None) -> None:
         self._mend()
+        if check is not None:
+            check()
         self._dirty = True
+
+    def end_change(self) -> None:
+        self._abort_dropped()
+        self._dirty = False
+
+    def break_change(self, call: Call | None, error: BaseException) -> bool:
+        """Mend after an exception out of a change; `call`: whose turn it was. True: it need not see the error."""
+        is_for_call = True
+        if call is not None:
+            if isinstance(error, Exception):
+                is_for_call = self._blame(call, error)
+            call.broken = is_for_call
+        self._recover()
+        return not is_for_call and self._dead is None
+
+    def _blame(self, call: Call, error: Exception) -> bool:
+        ids = dict.fromkeys(seq.request_id for seq in self._at_work)
+        requests = [self._calls.requests[request_id] for request_id in ids if request_id in self._calls.requests]
+        lost, is_for_call = self._suspects.blame(requests, call.pending)
+        for request in lost:
+            logger.warning("request %s is lost to an error in a step", request.request_id, exc_info=error)
+            self._lose(request, error)
+        return is_for_call
+
+    def _lose(self, request: Request, error: Exception) -> None:
+        """Give it the error for a result."""
+        reason = f"it was lost to {error!r}"
+        output = error_output(request.request_id, request.prompt, request.prompt_token_ids, reason)
+        output.metrics = request.metrics
+        self._calls.deliver(request, output)
+
+    def catch_up(self) -> None:
+        """Carry out what had to wait, unless somebody is in the engine, who does it then."""
+        if self._closing:
+            self.close()
+        elif self._dropped:
+            with suppress(EngineBusyError), Guard(self, None, kind=ABORT):
+                pass
 
     def _mend(self) -> None:
         """Complete what an interrupt may have kept from being mended at once."""
+        if self._closing:
+            self._shut()
         self._check_alive()
         if self._dirty or self._calls.has_orphans:
             self._recover()
             self._check_alive()
+        if self._dropped:
+            self._dirty = True
+            self.end_change()
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -274,12 +296,14 @@ class LLMEngine:
             self._die(f"the engine is dead: the device failed with {error}")
             return
         self.scheduler.reset()
+        self._abort_dropped()
         self._calls.forget_dropped()
-        for request in list(self._calls.requests.values()):
+        self._suspects.reset()
+        for request in sorted(self._calls.requests.values(), key=lambda request: not request.is_suspect):
             try:
                 self._resume(request)
             except Exception as error:  # or it would come up again and again
-                self._calls.lose(request.request_id, f"request {request.request_id} was lost to {error!r}")
+                self._lose(request, error)
                 raise
         self._dirty = False
 
@@ -290,11 +314,12 @@ class LLMEngine:
         if request.is_finished:
             self._deliver(request)
         else:
-            self._queue(request)
+            self._admit(request)
 
     def _die(self, reason: str) -> None:
         self._dead = self._dead or reason
         self._in_flight.clear()
+        self._dropped.clear()
         self._calls.lose_all(self._dead)
 
     # ---- weights and memory -------------------------------------------------------------------------------------
@@ -303,8 +328,7 @@ class LLMEngine:
         """Give back the memory of weights, KV cache and graphs; see the LLM class."""
         if level not in (1, 2):
             raise ValueError(f"level must be 1 (weights go to the host) or 2 (weights are dropped), got {level!r}")
-        self._require_idle("sleep")
-        with self._guard(None):
+        with self._guard(check=lambda: self._require_idle("sleep")):
             self._drain()
             self.scheduler.reset_prefix_cache()
             self._asleep = True  # from here on, so that an interrupt does not leave half an engine in use
@@ -312,35 +336,32 @@ class LLMEngine:
 
     def wake_up(self) -> None:
         """Take the memory again; see the LLM class."""
-        self._mend()
-        if self._asleep:
-            with self._guard(None):
+        with self._guard():
+            if self._asleep:
                 self.executor.wake_up()
                 self._asleep = False
 
     def update_weights(self, source: Any) -> None:
         """Replace the weights in place; see the LLM class."""
-        self._require_idle("update_weights")
-        if self._asleep:
-            raise RuntimeError("update_weights: the engine is asleep: call wake_up() first")
-        with self._guard(None):
+        with self._guard(check=lambda: self._require_idle("update_weights", awake=True)):
             self._drain()
             self.scheduler.reset_prefix_cache()
             self.executor.update_weights(source)
 
-    def _require_idle(self, what: str) -> None:
-        self._mend()
+    def _require_idle(self, what: str, awake: bool = False) -> None:
         if num_requests := len(self._calls.requests):
             raise RuntimeError(
                 f"{what} needs an idle engine, and requests have not finished ({num_requests}): run them to their end, "
                 "or abort them"
             )
+        if awake and self._asleep:
+            raise RuntimeError(f"{what}: the engine is asleep: call wake_up() first")
 
     # ---- facts --------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep theirs."""
-        with self._guard(None):
+        with self._guard():
             self.scheduler.reset_prefix_cache()
 
     def stats(self) -> dict[str, float]:
@@ -359,6 +380,21 @@ class LLMEngine:
         return stats | (self.executor.stats() if self._dead is None else {})
 
     def close(self) -> None:
-        """Drop all requests and give back all device memory; may be called again."""
+        """Drop all requests and give back all device memory; may be called again, and from anywhere.
+
+        In the middle of a change it takes effect at the end of that, which another thread waits for.
+        """
+        self._closing = True
+        try:
+            entry = self.gate.enter(sys._getframe(), ABORT)
+        except EngineBusyError:
+            self.gate.wait_for_others(MAX_CLOSE_SECONDS)
+            return
+        try:
+            self._shut()
+        finally:
+            self.gate.leave(entry)
+
+    def _shut(self) -> None:
         self._die("the engine is closed")
         self._finalizer()

@@ -33,13 +33,6 @@ def collect_logprobs(step: Step, output: ModelRunnerOutput) -> None:
             seq.prompt_logprobs.extend(chunk.positions[num_known:])
 
 
-def carry_over_logprobs(old: Sequence, new: Sequence) -> None:
-    """Let `new` go on where `old` broke off, from the same tokens: with what is known of these."""
-    new.prompt_logprobs = old.prompt_logprobs
-    if old.logprobs is not None:
-        new.logprobs = old.logprobs[: new.num_output_tokens]
-
-
 class LogprobsBuilder:
     """Makes the form that users see; the texts of single tokens are kept."""
 

@@ -130,5 +130,5 @@ class OutputProcessor:
 
 
 def error_output(request_id: str, prompt: str | None, token_ids: Iterable[int], error: str) -> RequestOutput:
-    """The result of a request that was refused."""
+    """The result of a request that was refused, or lost."""
     return RequestOutput(request_id, prompt, list(token_ids), [CompletionOutput(finish_reason="error")], error=error)

@@ -14,6 +14,7 @@ from operator import index
 from typing import Any, Protocol
 
 from nanovllm.engine.sequence import Sequence as EngineSequence
+from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
@@ -43,6 +44,8 @@ class Request:
     seqs: list[EngineSequence] = field(default_factory=list)
     position: int = 0  # in its call
     error: str | None = None
+    num_failures: int = 0  # of steps that it was in together with others
+    is_suspect: bool = False  # since one of them, and until it has run alone
     is_streamed: bool = False
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
@@ -68,6 +71,41 @@ def request_seed(params: SamplingParams, engine_seed: int, ordinal: int) -> int:
 def sample_seed(seed: int, index: int) -> int:
     """The 64-bit seed of a request's sample: the first one's is the request's own."""
     return seed if index == 0 else _mix(seed, index)
+
+
+def new_sequences(request: Request) -> list[EngineSequence]:
+    """Its samples to be queued, from the tokens that are known; those that have ended stay as they are."""
+    known: list[EngineSequence | None] = [*request.seqs] or [None] * request.params.n
+    return [
+        seq if seq is not None and seq.is_finished else _new_sequence(request, index, seq)
+        for index, seq in enumerate(known)
+    ]
+
+
+def _new_sequence(request: Request, index: int, before: EngineSequence | None) -> EngineSequence:
+    seq = EngineSequence(
+        request.request_id,
+        list(request.prompt_token_ids if before is None else before.token_ids),
+        request.params,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        max_total_tokens=request.max_total_tokens,
+        seed=sample_seed(request.seed, index),
+        end_ids=request.end_ids,
+        index=index,
+        bad_word_ids=request.bad_word_ids,
+    )
+    if before is not None:
+        seq.carry_over_logprobs(before)
+    return seq
+
+
+def eos_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """The end ids of the model's files and of the tokenizer."""
+    ids = list(model_config.eos_token_ids)
+    if tokenizer is not None and getattr(tokenizer, "eos_token_id", None) is not None:
+        ids.append(tokenizer.eos_token_id)
+    # one beyond the vocabulary (of another tokenizer, say) can never be sampled
+    return tuple(dict.fromkeys(i for i in ids if i < model_config.vocab_size))
 
 
 def is_single_prompt(prompts: Any) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
+from nanovllm.config import Config
 from nanovllm.engine.admission import Admission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.decodes import Decodes
@@ -380,3 +381,17 @@ class Scheduler:
         seq.row = 0
         self._decodes.has_changed = True
         self._may_admit = True
+
+
+def new_scheduler(config: Config, num_blocks: int, block_size: int) -> Scheduler:
+    """The scheduler of an engine whose pool has so many blocks."""
+    assert config.max_in_flight is not None
+    return Scheduler(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_in_flight=config.max_in_flight,
+    )

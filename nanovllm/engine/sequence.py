@@ -165,6 +165,12 @@ class Sequence:
         """Generated tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    def carry_over_logprobs(self, before: Sequence) -> None:
+        """Go on where `before` broke off, from the same tokens: with what is known of these."""
+        self.prompt_logprobs = before.prompt_logprobs
+        if before.logprobs is not None:
+            self.logprobs = before.logprobs[: self.num_output_tokens]
+
     @property
     def first_prompt_logprob(self) -> int | None:
         """The first prompt position whose logprob is still wanted; None: no more. Position 0 has none."""
