@@ -90,8 +90,6 @@ class Config:
 
     def _check_ranks(self) -> None:
         size, model = self.tensor_parallel_size, self.model_config
-        if self.data_parallel_size != 1:
-            raise ValueError(f"data_parallel_size must be 1, got {self.data_parallel_size}: it is not supported yet")
         for name, count in (
             ("attention heads", model.num_heads),
             ("units of intermediate_size", model.intermediate_size),

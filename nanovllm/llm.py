@@ -15,10 +15,10 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.call import Call
-from nanovllm.engine.executor import AnyExecutor, start_executor
+from nanovllm.engine.executor import AnyExecutor
 from nanovllm.engine.guard import EngineBusyError
 from nanovllm.engine.input_processor import InputProcessor, params_list
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.replicas import build_engine, start_executors
 from nanovllm.engine.request import Prompt, Request, is_single_prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.progress import Progress
@@ -45,8 +45,8 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.config = Config.from_options(str(model), options)
-        executor, self.tokenizer = _start(self.config)
-        self.engine = LLMEngine(self.config, executor, self.tokenizer)
+        executors, self.tokenizer = _start(self.config)
+        self.engine = build_engine(self.config, executors, self.tokenizer)
         self.inputs = InputProcessor(self.tokenizer, self.engine.limits, self.engine.new_request_id)
         self.num_kvcache_blocks = self.engine.num_kvcache_blocks
         self._loop_call = Call()  # what add_request took
@@ -202,7 +202,7 @@ class LLM:
         """Complete an iterable of any length; results as (position, output) in the order in which they finish.
 
         An item is a prompt, or a pair of a prompt and its SamplingParams. It is pulled, and checked, when there is
-        room: at most twice max_num_seqs requests are held. Closing the iterator aborts what runs.
+        room: at most twice max_num_seqs requests an engine are held. Closing the iterator aborts what runs.
 
         Raises: as generate; a request that cannot run raises when it is pulled, and the others of this call are
         dropped.
@@ -214,7 +214,7 @@ class LLM:
     def _generate_iter(
         self, items: Iterator[Any], default: SamplingParams, on_error: str
     ) -> Iterator[tuple[int, RequestOutput]]:
-        room = 2 * self.config.max_num_seqs
+        room = 2 * self.config.max_num_seqs * self.config.data_parallel_size
         call = Call()
         position, exhausted = 0, False
         try:
@@ -366,16 +366,17 @@ def _check_on_error(on_error: str) -> None:
         raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
 
 
-def _start(config: Config) -> tuple[AnyExecutor, Any]:
+def _start(config: Config) -> tuple[list[AnyExecutor], Any]:
     """Model and tokenizer, side by side: the tokenizer takes as long as a small model."""
     if config.skip_tokenizer_init:
-        return start_executor(config), None
+        return start_executors(config), None
     check_tokenizer_files(config)
     with ThreadPoolExecutor(1, "tokenizer") as pool:
         loading = pool.submit(load_tokenizer, config)
-        executor = start_executor(config)
+        executors = start_executors(config)
         try:
-            return executor, loading.result()
+            return executors, loading.result()
         except BaseException:
-            executor.close()
+            for executor in executors:
+                executor.close()
             raise

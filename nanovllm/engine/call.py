@@ -42,6 +42,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
+        self.expected_tokens = 0  # of all of them
         self.has_orphans = False  # a call is gone that had requests in flight
         self._calls: dict[str, weakref.ref[Call]] = {}
 
@@ -49,6 +50,7 @@ class Calls:
         # first of the three, since the others are found by it
         self._calls[request.request_id] = weakref.ref(call, self._note_orphan)
         self.requests[request.request_id] = call.pending[request.request_id] = request
+        self.expected_tokens += request.expected_tokens
 
     def _note_orphan(self, _: object) -> None:
         self.has_orphans = True
@@ -77,7 +79,9 @@ class Calls:
         if call is not None:
             call.pending.pop(request_id, None)
         self._calls.pop(request_id, None)
-        return self.requests.pop(request_id, None)
+        request = self.requests.pop(request_id, None)
+        self.expected_tokens = self.expected_tokens - request.expected_tokens if request and self.requests else 0
+        return request
 
     def forget_dropped(self) -> None:
         """Take out the requests of broken calls, those without a caller, and those that are half gone already."""

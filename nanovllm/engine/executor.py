@@ -11,6 +11,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Mapping
+from threading import Event
 from typing import Any
 
 import torch
@@ -23,8 +24,13 @@ from nanovllm.worker.output_ring import PendingOutput
 from nanovllm.worker.weights import Source, check_pair
 
 
-def start_executor(config: Config, first_device: int = 0) -> AnyExecutor:
-    """What runs an engine of this config: one GPU's in this process, several GPUs' in processes of their own."""
+def start_executor(config: Config, first_device: int = 0, arrived: Event | None = None) -> AnyExecutor:
+    """What runs one copy of the model: one GPU's in this process, several GPUs' in processes of their own.
+
+    Args:
+        first_device: of its ranks.
+        arrived: is set whenever a rank has sent something.
+    """
     num_devices = config.tensor_parallel_size * config.data_parallel_size
     if num_devices == 1:
         return Executor(config)
@@ -33,7 +39,7 @@ def start_executor(config: Config, first_device: int = 0) -> AnyExecutor:
             f"tensor_parallel_size * data_parallel_size is {num_devices}, and torch sees {torch.cuda.device_count()} "
             "CUDA devices (CUDA_VISIBLE_DEVICES may hide some)"
         )
-    return RanksExecutor(config, first_device)
+    return RanksExecutor(config, first_device, arrived)
 
 
 class Executor:
@@ -119,8 +125,8 @@ class RanksExecutor:
     The first device is `first_device`, of those that CUDA_VISIBLE_DEVICES shows.
     """
 
-    def __init__(self, config: Config, first_device: int) -> None:
-        self.ranks = Ranks(config, first_device)
+    def __init__(self, config: Config, first_device: int, arrived: Event | None = None) -> None:
+        self.ranks = Ranks(config, first_device, arrived or Event())
         assert config.num_kvcache_blocks is not None and config.kvcache_block_size is not None
         self.num_kvcache_blocks = config.num_kvcache_blocks
         self.block_size = config.kvcache_block_size
@@ -148,11 +154,9 @@ class RanksExecutor:
         Raises:
             ValueError, TypeError, RuntimeError: what a rank raised; a RuntimeError too when one has failed or died.
         """
-        ticket = next(self._tickets)
-        self.ranks.send(kind, payload, ticket)
-        return self._answers(ticket)
+        return self.answers(self.begin(kind, payload))
 
-    def _answers(self, ticket: int) -> list[Any]:
+    def answers(self, ticket: int) -> list[Any]:
         answers: dict[int, tuple[Any, ...]] = {}
         while len(answers) < self.ranks.size:
             rank, message = self.ranks.receive()
@@ -175,21 +179,13 @@ class RanksExecutor:
 
     def update_weights(self, source: Source) -> None:
         """Replace the weights in place. Tensors are sent to every rank, which keeps its part."""
-        if isinstance(source, str | os.PathLike):
-            self._ask("update_folder", os.fspath(source))
-            return
+        update_ranks([self], source)
+
+    def begin(self, kind: str, payload: Any = None) -> int:
+        """Have every rank do something; what `_answers` needs to know."""
         ticket = next(self._tickets)
-        self.ranks.send("update_tensors", None, ticket)
-        try:
-            for pair in source.items() if isinstance(source, Mapping) else source:
-                self.ranks.send("tensor", check_pair(pair) and (pair[0], pair[1].detach().cpu()))
-        except BaseException as error:
-            self.ranks.send("tensors_end", f"the source of the weights failed with {error!r}")
-            with contextlib.suppress(ValueError, TypeError, RuntimeError):  # the source's own failure says more
-                self._answers(ticket)
-            raise
-        self.ranks.send("tensors_end")
-        self._answers(ticket)
+        self.ranks.send(kind, payload, ticket)
+        return ticket
 
     def idle(self) -> None:
         self.ranks.send("idle")
@@ -209,6 +205,44 @@ class RanksExecutor:
     def close(self) -> None:
         """End the ranks; may be called again."""
         self.ranks.close()
+
+
+def update_ranks(executors: list[RanksExecutor], source: Source) -> None:
+    """Replace the weights of several copies of the model at once, in place; `source` is gone through once.
+
+    Raises: as `Executor.update_weights`; an exception of the source itself too.
+    """
+    if isinstance(source, str | os.PathLike):
+        tickets = [executor.begin("update_folder", os.fspath(source)) for executor in executors]
+        _all_answers(executors, tickets)
+        return
+    tickets = [executor.begin("update_tensors") for executor in executors]
+    try:
+        for pair in source.items() if isinstance(source, Mapping) else source:
+            check_pair(pair)
+            for executor in executors:
+                executor.ranks.send("tensor", (pair[0], pair[1].detach().cpu()))
+    except BaseException as error:
+        for executor in executors:
+            executor.ranks.send("tensors_end", f"the source of the weights failed with {error!r}")
+        with contextlib.suppress(ValueError, TypeError, RuntimeError):  # the source's own failure says more
+            _all_answers(executors, tickets)
+        raise
+    for executor in executors:
+        executor.ranks.send("tensors_end")
+    _all_answers(executors, tickets)
+
+
+def _all_answers(executors: list[RanksExecutor], tickets: list[int]) -> None:
+    """Wait for all, then raise what the first one raised."""
+    errors: list[Exception] = []
+    for executor, ticket in zip(executors, tickets, strict=True):
+        try:
+            executor.answers(ticket)
+        except (ValueError, TypeError, RuntimeError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 AnyExecutor = Executor | RanksExecutor

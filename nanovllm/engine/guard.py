@@ -24,6 +24,7 @@ from nanovllm.engine.call import Call
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.replicas import ReplicatedEngine
 
 CALL, CHANGE, ABORT = "call", "change", "abort"
 POLL_SECONDS = 0.0005
@@ -102,7 +103,7 @@ class Gate:
 class Session:
     """A call that runs to its end: from its first request to its last result no other thread gets in."""
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: LLMEngine | ReplicatedEngine) -> None:
         self.engine = engine
 
     def __enter__(self) -> None:

@@ -104,8 +104,10 @@ class LLMEngine:
                 raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
 
     def _submit(self, request: Request, call: Call) -> None:
-        request.seed = request_seed(request.params, self.config.seed, self._num_requests)
-        self._num_requests += 1
+        if request.ordinal < 0:
+            request.ordinal = self._num_requests
+            self._num_requests += 1
+        request.seed = request_seed(request.params, self.config.seed, request.ordinal)
         self._calls.add(request, call)
         self._admit(request)
 
@@ -120,6 +122,19 @@ class LLMEngine:
         for seq in (first, *first.forks):
             self.output_processor.follow(seq, request)
         self.scheduler.add(first)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request of this id has not finished."""
+        return request_id in self._calls.requests
+
+    @property
+    def expected_tokens(self) -> int:
+        """Of the requests in flight, about: what `Request.expected_tokens` says."""
+        return self._calls.expected_tokens
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._calls.requests or self._in_flight)
 
     def new_request_id(self) -> str:
         """A fresh id: the next number that no request in flight has for its name."""
@@ -162,8 +177,9 @@ class LLMEngine:
         finally:
             self.drop(call)
 
-    def turn(self, call: Call | None = None) -> None:
-        """One turn of the loop for whoever has work.
+    def turn(self, call: Call | None = None, may_wait: bool = True) -> bool:
+        """One turn of the loop for whoever has work; whether anything came of it. Without `may_wait`, a step that has
+        not ended is left to a later turn.
 
         An exception in a step is raised here and breaks `call` if the step held requests of it, or nobody's; others of
         the step are then tried alone, each of them (see `Suspects.blame`). What is found to be at fault alone gets
@@ -172,6 +188,7 @@ class LLMEngine:
         Raises:
             RuntimeError: the engine is closed or dead, or work is waiting that can never run.
         """
+        went_on = True
         with self._guard(call):
             self._at_work = []
             for request in self._suspects.released(self._calls.requests):
@@ -183,9 +200,13 @@ class LLMEngine:
             elif not self._in_flight and self.scheduler.has_work():
                 raise RuntimeError(self.scheduler.stuck_reason())
             if self._in_flight and (step is None or len(self._in_flight) == self.config.max_in_flight):
-                self._collect()
-            if not self.scheduler.has_work():
+                if may_wait or self._in_flight[0][1].has_arrived():
+                    self._collect()
+                else:
+                    went_on = step is not None
+            if not self.scheduler.has_work() and (may_wait or went_on):
                 self._drain()
+        return went_on
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and give out what it finished."""
@@ -341,12 +362,20 @@ class LLMEngine:
                 self.executor.wake_up()
                 self._asleep = False
 
-    def update_weights(self, source: Any) -> None:
-        """Replace the weights in place; see the LLM class."""
+    def update_weights(self, source: Any, update: Callable[[], None] | None = None) -> None:
+        """Replace the weights in place; see the LLM class. `update` does it, where this engine's executor does not."""
         with self._guard(check=lambda: self._require_idle("update_weights", awake=True)):
             self._drain()
             self.scheduler.reset_prefix_cache()
-            self.executor.update_weights(source)
+            if update is not None:
+                update()
+            else:
+                self.executor.update_weights(source)
+
+    def check_idle(self, what: str) -> None:
+        """Raises RuntimeError if requests have not finished."""
+        with self._guard(check=lambda: self._require_idle(what)):
+            pass
 
     def _require_idle(self, what: str, awake: bool = False) -> None:
         if num_requests := len(self._calls.requests):

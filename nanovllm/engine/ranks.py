@@ -34,6 +34,8 @@ CLOSING_SECONDS = 10.0
 class Ranks:
     """Starts `config.tensor_parallel_size` ranks, on the devices from `first_device` on, and talks to them.
 
+    `arrived` is set whenever one has sent something.
+
     Attributes:
         failure: why the engine is dead; None: it is not.
 
@@ -41,12 +43,12 @@ class Ranks:
         RuntimeError: a rank did not start, with its traceback.
     """
 
-    def __init__(self, config: Config, first_device: int) -> None:
+    def __init__(self, config: Config, first_device: int, arrived: threading.Event) -> None:
         self.size = config.tensor_parallel_size
         self.failure: str | None = None
         self._outbox: SimpleQueue[tuple[bytes, ...] | None] = SimpleQueue()
         self._inbox: SimpleQueue[tuple[int, tuple[Any, ...]]] = SimpleQueue()
-        self.arrived = threading.Event()  # something did
+        self.arrived = arrived
         self._is_closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[mp.Connection] = []

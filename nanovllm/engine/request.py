@@ -41,6 +41,7 @@ class Request:
     max_total_tokens: int
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
     seed: int = 0
+    ordinal: int = -1  # its place in the engine's life; -1: not submitted yet
     seqs: list[EngineSequence] = field(default_factory=list)
     position: int = 0  # in its call
     error: str | None = None
@@ -48,6 +49,12 @@ class Request:
     is_suspect: bool = False  # since one of them, and until it has run alone
     is_streamed: bool = False
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def expected_tokens(self) -> int:
+        """Prompt and output, as far as is known before it runs: all samples reach max_tokens."""
+        num_prompt_tokens = len(self.prompt_token_ids)
+        return num_prompt_tokens + self.params.n * (self.max_total_tokens - num_prompt_tokens)
 
     @property
     def is_finished(self) -> bool:
