@@ -80,6 +80,9 @@ def _shared(name: str, num_prompts: int = 64, num_samples: int = 8, common: int 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "mixed256": lambda: _mixed("mixed256", 256),
     "mixed1024": lambda: _mixed("mixed1024", 1024),
+    "mixed2048": lambda: _mixed("mixed2048", 2048),
+    "mixed4096": lambda: _mixed("mixed4096", 4096),
+    "mixed8192": lambda: _mixed("mixed8192", 8192),
     "mixed256+kp": lambda: _mixed("mixed256+kp", 256, filters=QWEN3_FILTERS),
     "prefill": lambda: _uniform("prefill", 128, 4096, 1),
     "long": lambda: _uniform("long", 64, 7900, 256),
