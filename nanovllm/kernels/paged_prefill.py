@@ -45,6 +45,9 @@ def _attend_blocks(
     row_max,
     q,  # [BLOCK_M, D]
     positions,  # [BLOCK_M], of each row's token in its sequence
+    k_desc,
+    v_desc,
+    kv_column,  # where this KV head's values start in a row of the descriptors
     k_ptr,
     v_ptr,
     table_ptr,
@@ -64,13 +67,23 @@ def _attend_blocks(
     HAS_WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,  # only blocks within one page, all of whose slots hold keys of the sequence
+    NUM_STAGES: tl.constexpr = None,
 ):
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_DIM_PAD)
     is_dim = offs_d < HEAD_DIM
-    for block in tl.range(first, end):
+    if USE_TMA:
+        page = tl.load(table_ptr + first * BLOCK_N // PAGE, mask=first < end, other=0)
+    for block in tl.range(first, end, num_stages=NUM_STAGES):
         keys = block * BLOCK_N + offs_n
-        if PAGE % BLOCK_N == 0:
+        if USE_TMA:
+            row = page * PAGE + block * BLOCK_N % PAGE
+            # A step ahead: a look-up in the step of its use would cost the pipeline a stage.
+            page = tl.load(table_ptr + tl.minimum(block + 1, end - 1) * BLOCK_N // PAGE)
+            k = k_desc.load([row, kv_column])  # [BLOCK_N, D]
+            v = v_desc.load([row, kv_column])
+        elif PAGE % BLOCK_N == 0:
             page = tl.load(table_ptr + block * BLOCK_N // PAGE).to(tl.int64)
             slots = block * BLOCK_N % PAGE + offs_n
             k_tile_ptr = k_ptr + page * stride_k_page + slots[:, None] * stride_k_token + offs_d[None, :]
@@ -80,7 +93,9 @@ def _attend_blocks(
             slots = keys % PAGE
             k_tile_ptr = k_ptr + (pages * stride_k_page + slots * stride_k_token)[:, None] + offs_d[None, :]
             v_tile_ptr = v_ptr + (pages * stride_v_page + slots * stride_v_token)[:, None] + offs_d[None, :]
-        if MASKED:
+        if USE_TMA:
+            pass
+        elif MASKED:
             tile_mask = (keys < num_keys)[:, None] & is_dim[None, :]
             k = tl.load(k_tile_ptr, mask=tile_mask, other=0.0)  # [BLOCK_N, D]
             v = tl.load(v_tile_ptr, mask=tile_mask, other=0.0)
@@ -120,6 +135,8 @@ def _paged_prefill_kernel(
     q_ptr,  # [T, H, D]
     k_ptr,  # [num_blocks, PAGE, KH, D]
     v_ptr,
+    k_desc,  # with USE_TMA, of k and v as [num_blocks * PAGE, KH * D], in boxes of [BLOCK_N, D]
+    v_desc,
     cu_seqlens_ptr,  # int32 [B + 1]
     seq_lens_ptr,  # int32 [B]
     block_table_ptr,  # int32 [B, max_blocks]
@@ -144,6 +161,7 @@ def _paged_prefill_kernel(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
 ):
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
@@ -182,16 +200,27 @@ def _paged_prefill_kernel(
     k_ptr += kv_head * stride_k_head
     v_ptr += kv_head * stride_v_head
     table_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
+    kv_column = kv_head * HEAD_DIM
     if not HAS_WINDOW:
         acc, row_sum, row_max = _attend_blocks(
-            acc, row_sum, row_max, q, positions, k_ptr, v_ptr, table_ptr, first_block, full_end, num_keys, scale_log2,
-            window, stride_k_page, stride_k_token, stride_v_page, stride_v_token, HEAD_DIM, HEAD_DIM_PAD, PAGE, BLOCK_N,
-            HAS_WINDOW, False, PRECISION,
+            acc, row_sum, row_max, q, positions, k_desc, v_desc, kv_column, k_ptr, v_ptr, table_ptr, first_block,
+            full_end, num_keys, scale_log2, window, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
+            HEAD_DIM, HEAD_DIM_PAD, PAGE, BLOCK_N, HAS_WINDOW, False, PRECISION, USE_TMA,
         )  # fmt: skip
+    if USE_TMA:
+        # A descriptor knows no sequence's end: what a page holds behind it (NaN, maybe) must not meet a probability
+        # of zero. Only the last block of a sequence can have such slots, and it goes by pointers, with masks.
+        clean_end = tl.minimum(seq_len // BLOCK_N, end_block)
+        acc, row_sum, row_max = _attend_blocks(
+            acc, row_sum, row_max, q, positions, k_desc, v_desc, kv_column, k_ptr, v_ptr, table_ptr, full_end,
+            clean_end, num_keys, scale_log2, window, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
+            HEAD_DIM, HEAD_DIM_PAD, PAGE, BLOCK_N, HAS_WINDOW, True, PRECISION, True,
+        )  # fmt: skip
+        full_end = tl.maximum(full_end, clean_end)
     acc, row_sum, row_max = _attend_blocks(
-        acc, row_sum, row_max, q, positions, k_ptr, v_ptr, table_ptr, full_end, end_block, num_keys, scale_log2,
-        window, stride_k_page, stride_k_token, stride_v_page, stride_v_token, HEAD_DIM, HEAD_DIM_PAD, PAGE, BLOCK_N,
-        HAS_WINDOW, True, PRECISION,
+        acc, row_sum, row_max, q, positions, k_desc, v_desc, kv_column, k_ptr, v_ptr, table_ptr, full_end, end_block,
+        num_keys, scale_log2, window, stride_k_page, stride_k_token, stride_v_page, stride_v_token, HEAD_DIM,
+        HEAD_DIM_PAD, PAGE, BLOCK_N, HAS_WINDOW, True, PRECISION, False, 1 if USE_TMA else None,
     )  # fmt: skip
     out = acc / row_sum[:, None]
     out_offsets = (rows * stride_out_token + heads * HEAD_DIM)[:, None] + offs_d[None, :]
@@ -227,6 +256,29 @@ def prefill_launch_options(
     }
 
 
+def cache_descriptors(k_cache: Tensor, v_cache: Tensor, block_n: int) -> tuple[Any, Any] | None:
+    """Tensor descriptors of the caches as [num_blocks * block_size, KH * D] in boxes of [block_n, D], for TMA.
+
+    None where there can be none: a box has to lie in one block, D to be a power of two of 16 bytes or more, and slots
+    to follow each other evenly. Made anew for each launch: a few microseconds, and nothing is kept alive.
+    """
+    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+    if block_size % block_n != 0 or head_dim & (head_dim - 1) != 0 or head_dim * k_cache.element_size() < 16:
+        return None
+    for cache in (k_cache, v_cache):
+        page, token, head, dim = cache.stride()
+        is_even = page == block_size * token and (head, dim) == (head_dim, 1)
+        if not is_even or cache.data_ptr() % 16 != 0 or token * cache.element_size() % 16 != 0:
+            return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape, box = [num_blocks * block_size, num_kv_heads * head_dim], [block_n, head_dim]
+    return (
+        TensorDescriptor(k_cache, shape, [k_cache.stride(1), 1], box),
+        TensorDescriptor(v_cache, shape, [v_cache.stride(1), 1], box),
+    )
+
+
 def paged_prefill_triton(
     q: Tensor,
     k_cache: Tensor,
@@ -238,24 +290,33 @@ def paged_prefill_triton(
     window: int | None,
     out: Tensor,
     first_token: int = 0,
+    options: dict[str, Any] | None = None,
 ) -> None:
     """Launch on B sequences: cu_seqlens_q int32 [B + 1], seq_lens int32 [B], block_table int32 [B, max_blocks].
 
     q and out are [T, H, D] (heads of out contiguous), k_cache and v_cache [num_blocks, block_size, KH, D]. cu_seqlens_q
     counts in rows of q; `first_token` is its first entry, which sizes the grid without a look at the device.
+
+    `options` stands in for `prefill_launch_options`; with USE_TMA, whole blocks of keys come through descriptors where
+    the caches allow it (`cache_descriptors`), and by pointers elsewhere.
     """
     num_seqs = seq_lens.shape[0]
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     head_dim_pad = triton.next_power_of_2(head_dim)
-    options = prefill_launch_options(head_dim_pad, group, q.dtype, device_of(q.device).shared_memory)
+    options = dict(options or prefill_launch_options(head_dim_pad, group, q.dtype, device_of(q.device).shared_memory))
+    k_desc = v_desc = None
+    if options.pop("USE_TMA", False):
+        k_desc, v_desc = cache_descriptors(k_cache, v_cache, options["BLOCK_N"]) or (None, None)
     num_tiles = (q.shape[0] - first_token) // (options["BLOCK_M"] // group) + num_seqs
     _paged_prefill_kernel[(num_kv_heads, num_tiles)](
         out,
         q,
         k_cache,
         v_cache,
+        k_desc,
+        v_desc,
         cu_seqlens_q,
         seq_lens,
         block_table,
@@ -274,6 +335,7 @@ def paged_prefill_triton(
         PAGE=block_size,
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        USE_TMA=k_desc is not None,
         **options,
     )
 

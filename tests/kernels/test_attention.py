@@ -24,7 +24,8 @@ from nanovllm.kernels.paged_decode import (
     paged_decode_reference,
     paged_decode_triton,
 )
-from nanovllm.kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from nanovllm.kernels.paged_prefill import cache_descriptors, paged_prefill_reference, paged_prefill_triton
+from nanovllm.kernels.paged_prefill_ws import paged_prefill_ws, supports_ws
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # absolute, and as much relative
 
@@ -150,12 +151,23 @@ def run_decode(step: Step, window: int | None, num_splits: int | None) -> Tensor
     return out
 
 
-def run_prefill(step: Step, window: int | None) -> Tensor:
+def run_prefill(step: Step, window: int | None, options: dict[str, object] | None = None) -> Tensor:
     out = torch.full(step.q.shape, float("nan"), dtype=step.q.dtype, device=step.q.device)
     meta, first = step.metadata, step.metadata.num_decode_tokens
     paged_prefill_triton(
         step.q, step.k_cache, step.v_cache, meta.cu_seqlens_q[first:], meta.seq_lens[first:], meta.block_table[first:],
-        step.scale, window, out, first,
+        step.scale, window, out, first, options,
+    )  # fmt: skip
+    return out
+
+
+def run_prefill_ws(step: Step, window: int | None, options: dict[str, object]) -> Tensor:
+    out = torch.full(step.q.shape, float("nan"), dtype=step.q.dtype, device=step.q.device)
+    meta, first = step.metadata, step.metadata.num_decode_tokens
+    assert supports_ws(step.q, step.k_cache, step.v_cache, options)
+    paged_prefill_ws(
+        step.q, step.k_cache, step.v_cache, meta.cu_seqlens_q[first:], meta.seq_lens[first:], meta.block_table[first:],
+        step.scale, window, out, first, options,
     )  # fmt: skip
     return out
 
@@ -222,6 +234,56 @@ def test_prefill_kernel_dtypes_and_groups(
 def test_prefill_kernel_head_dims(kernel_device: str, head_dim: int, window: int | None) -> None:
     step = Step([(1, 5), (33, 33), (20, 150)], 1, 4, 2, head_dim, 64, torch.float16, kernel_device)
     step.check(run_prefill(step, window), window, slice(1, None))
+
+
+TMA_CHUNKS = [(1, 5), (70, 70), (3, 60), (90, 200), (1, 1), (64, 128), (40, 168), (130, 130)]
+
+
+def skip_without_tma() -> None:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("tensor descriptors, and warps specialized as on Hopper")
+
+
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("num_heads", [2, 6, 8])
+@pytest.mark.parametrize("block_n", [32, 64])
+def test_prefill_kernel_with_descriptors(kernel_device: str, window: int | None, num_heads: int, block_n: int) -> None:
+    skip_without_tma()
+    step = Step(TMA_CHUNKS, 1, num_heads, 2, 64, 64, torch.float16, kernel_device)
+    options = {"BLOCK_M": 64, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 2, "USE_TMA": True}
+    step.check(run_prefill(step, window, options), window, slice(1, None))
+
+
+def test_prefill_kernel_asked_for_descriptors_where_there_are_none(kernel_device: str) -> None:
+    skip_without_tma()
+    options = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "USE_TMA": True}
+    for head_dim, block_size in ((80, 64), (64, 48), (64, 32)):
+        step = Step(TMA_CHUNKS, 1, 4, 2, head_dim, block_size, torch.float16, kernel_device)
+        assert cache_descriptors(step.k_cache, step.v_cache, 64) is None
+        step.check(run_prefill(step, None, options), None, slice(1, None))
+    step = Step(TMA_CHUNKS, 1, 4, 2, 64, 64, torch.float16, kernel_device)
+    assert cache_descriptors(step.k_cache[:, :, :, :32], step.v_cache, 64) is None
+    assert cache_descriptors(step.k_cache[::2], step.v_cache[::2], 64) is None
+
+
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("num_heads", [2, 6, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_specialized_prefill_kernel(kernel_device: str, window: int | None, num_heads: int, head_dim: int) -> None:
+    skip_without_tma()
+    step = Step(TMA_CHUNKS, 1, num_heads, 2, head_dim, 128, torch.float16, kernel_device)
+    options = {"BLOCK_M": 128, "BLOCK_N": 128 if head_dim == 64 else 64, "num_stages": 2}
+    step.check(run_prefill_ws(step, window, options), window, slice(1, None))
+
+
+def test_specialized_prefill_kernel_writes_no_key_or_value(kernel_device: str) -> None:
+    skip_without_tma()
+    step = Step(TMA_CHUNKS, 1, 4, 2, 64, 128, torch.float16, kernel_device)
+    before = [step._sequence(cache, b) for b in range(len(TMA_CHUNKS)) for cache in (step.k_cache, step.v_cache)]
+    run_prefill_ws(step, None, {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2})
+    after = [step._sequence(cache, b) for b in range(len(TMA_CHUNKS)) for cache in (step.k_cache, step.v_cache)]
+    for x, y in zip(before, after, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_prefill_kernel_finds_sequences_past_the_first_128(kernel_device: str) -> None:
