@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nanovllm.kernels.packed_linear import linear
 from nanovllm.layers.linear import empty_parameter
 
 
@@ -37,9 +38,12 @@ class LMHead(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = empty_parameter((vocab_size, hidden_size), dtype, device) if tied_to is None else tied_to.weight
+        self.packed: Tensor | None = None  # as in Linear
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[S, hidden] -> [S, vocab]; into `out` where it is given, so that all graphs share one large buffer."""
         if out is None:
-            return functional.linear(hidden, self.weight)
+            return linear(hidden, self.weight, None, self.packed)
+        if self.packed is not None:
+            return out.copy_(linear(hidden, self.weight, None, self.packed))
         return torch.mm(hidden, self.weight.t(), out=out)

@@ -12,7 +12,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from nanovllm.kernels.packed_linear import linear
 
 
 class Linear(nn.Module):
@@ -40,9 +41,10 @@ class Linear(nn.Module):
         out = out_features if isinstance(out_features, int) else sum(out_features.values())
         self.weight = empty_parameter((out, in_features), dtype, device)
         self.bias = empty_parameter((out,), dtype, device) if bias else None
+        self.packed: Tensor | None = None  # the weight once more, on a CPU, for `kernels/packed_linear.py`
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)  # [T, in] -> [T, out]
+        return linear(x, self.weight, self.bias, self.packed)  # [T, in] -> [T, out]
 
 
 def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -122,6 +122,7 @@ class ModelRunner:
             initialize_dummy_weights(self.model, config.seed)
         else:
             load_weights(self.model, config.model, model_config)
+        self.weights.pack()
 
     def _build_batch(self) -> None:
         config, model_config = self.config, self.model_config
