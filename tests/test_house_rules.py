@@ -18,7 +18,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if not any(part.startswith
 
 MAX_FILE_LINES = 400  # aim: 300
 MAX_FUNCTION_LINES = 60  # without its docstring; Triton kernels apart
-MAX_CORE_LINES = 9000  # of code, kernels included, add-ons apart; the aim of 4,000 was for less than it does by now
+MAX_CORE_LINES = 9300  # of code, kernels included, add-ons apart; the aim of 4,000 was for less than it does by now
 
 ADD_ONS = {"entrypoints", "quantization", "spec_decode"}
 LEAVES = {"config", "model_config", "rope_config", "sampling_params", "outputs", "messages", "progress", "tokenizer"}

@@ -128,8 +128,8 @@ def test_temperature_and_rules_leave_them_raw(folder, llm):
     params = [replace(GREEDY, temperature=temperature, top_k=1) for temperature in (0.5, 1.5)]
     cool, hot = llm.generate([PROMPTS[4]] * 2, params, use_tqdm=False)
     assert cool["token_ids"] == hot["token_ids"]
-    assert cool["logprobs"] == hot["logprobs"]
     check_output(folder, cool, params[0])
+    check_output(folder, hot, params[1])  # not equal to the last bit: one may have read the other's prefix
     ruled = replace(GREEDY, logit_bias={77: 1000.0}, frequency_penalty=0.5)
     output = llm.generate([PROMPTS[4]], ruled, use_tqdm=False)[0]
     assert output["token_ids"] == [77] * NUM_TOKENS
@@ -264,13 +264,14 @@ def test_decoded_tokens(folder, llm):
 def test_a_row_that_is_not_finite_keeps_what_came_before(folder):
     params = replace(GREEDY, prompt_logprobs=1)
     with engine(folder) as llm:
-        model = llm.engine.executor.runner.model
+        runner = llm.engine.executor.runner
         good = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0]
         broken = llm.add_request([5, 6, 7], params)
         for _ in range(3):
             llm.step()
         with torch.no_grad():
-            model.lm_head.weight.fill_(float("nan"))
+            runner.model.lm_head.weight.fill_(float("nan"))
+            runner.weights.pack()
         outputs = []
         while not llm.is_finished():
             outputs += llm.step()

@@ -19,8 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from nanovllm.attention import AttentionMetadata, AttentionSpec, choose_block_size
 
 BLOCK_SIZE = 32  # tokens: keys are gathered one by one, so any size is as fast; small ones share more of a prefix
-MAX_GROUP_SEQS = 8  # decodes of similar length share a call
-MIN_LENGTH_RATIO = 0.75  # of the shortest in a group to its longest: how much padding is worth a call less
+GROUP_BYTES = 3 << 20  # decodes of similar length share a call, as long as their K and V stay in a core's cache
+MIN_LENGTH_RATIO = 0.75  # of the shortest in a group to its longest: how much padding is worth a call less,
+MIN_PADDING = 256  # and the number of padded keys in a group that cost less than a call anyway
 QUERY_CHUNK = 512  # query rows that share one mask
 MAX_PADDED_KEYS = 1 << 18  # on a CUDA device, keys gathered at once
 # On a CUDA device. Not cuDNN's, torch's first choice on Hopper: it plans anew, for some 30 ms, at every new length.
@@ -29,12 +30,22 @@ SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPB
 
 @dataclass
 class _DecodeGroup:
-    """Decodes of similar length, padded to the one with most visible keys."""
+    """Decodes of similar length, start : end in the order of the plan, padded to the one with most visible keys."""
 
-    rows: Tensor  # int64 [N], places in the batch
+    start: int
+    end: int
     slots: Tensor  # int64 [N * num_keys], where the visible keys lie; padding repeats a sequence's last key
     num_keys: int
     mask: Tensor | None  # additive [N, 1, 1, num_keys]; None where all have num_keys keys
+
+
+@dataclass
+class _Decodes:
+    """A step's decodes, longest first."""
+
+    order: Tensor  # int64 [num_decodes], places in the batch
+    rank: Tensor  # int64 [num_decodes], the inverse of `order`
+    groups: list[_DecodeGroup]
 
 
 @dataclass
@@ -90,13 +101,17 @@ class TorchBackend:
         out: Tensor,
     ) -> None:
         num_kv_heads = k_cache.shape[2]
-        for group in _plan_decodes(metadata, k_cache.shape[1], window, q.dtype):
+        plan = _plan_decodes(metadata, k_cache, window)
+        queries = q[plan.order].unflatten(1, (num_kv_heads, -1))  # [num_decodes, KH, G, D]
+        results = torch.empty_like(queries)
+        for group in plan.groups:
             keys, values = self._gather(k_cache, v_cache, group.slots)
             keys = keys.unflatten(0, (-1, group.num_keys)).transpose(1, 2)  # [N, KH, num_keys, D]
             values = values.unflatten(0, (-1, group.num_keys)).transpose(1, 2)
-            queries = q[group.rows].unflatten(1, (num_kv_heads, -1))  # [N, KH, G, D]
-            result = scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
-            out[group.rows] = result.flatten(1, 2)
+            results[group.start : group.end] = scaled_dot_product_attention(
+                queries[group.start : group.end], keys, values, attn_mask=group.mask, scale=scale
+            )
+        torch.index_select(results.flatten(1, 2), 0, plan.rank, out=out[: len(plan.order)])
 
     def _gather(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """K and V at these slots, in buffers that every layer reuses: fresh memory costs more than the copy itself."""
@@ -111,48 +126,51 @@ class TorchBackend:
         return keys, values
 
 
-def _plan_decodes(
-    metadata: AttentionMetadata, block_size: int, window: int | None, dtype: torch.dtype
-) -> list[_DecodeGroup]:
-    """The step's decodes in groups of similar length, longest first; worked out once a step and window."""
+def _plan_decodes(metadata: AttentionMetadata, k_cache: Tensor, window: int | None) -> _Decodes:
+    """The step's decodes in groups of similar length, worked out once a step and window."""
     cache_key = f"torch_decodes_{window}"
     if cache_key not in metadata.cache:
-        seq_lens: list[int] = metadata.seq_lens[: metadata.num_decode_tokens].tolist()
-        order = sorted(range(len(seq_lens)), key=seq_lens.__getitem__, reverse=True)
-        groups: list[list[int]] = []
-        for row in order:
-            longest = seq_lens[groups[-1][0]] if groups else 0
-            if not groups or len(groups[-1]) == MAX_GROUP_SEQS or seq_lens[row] < MIN_LENGTH_RATIO * longest:
-                groups.append([])
-            groups[-1].append(row)
-        metadata.cache[cache_key] = [
-            _decode_group(rows, [seq_lens[row] for row in rows], metadata.block_table, block_size, window, dtype)
-            for rows in groups
-        ]
+        seq_lens, order = metadata.seq_lens[: metadata.num_decode_tokens].sort(descending=True, stable=True)
+        block_table = metadata.block_table[order].long()
+        lens: list[int] = seq_lens.tolist()
+        max_keys = GROUP_BYTES // (2 * k_cache[0, 0].nbytes)  # of a group
+        groups: list[_DecodeGroup] = []
+        start = padding = 0
+        for end in range(1, len(lens) + 1):
+            longest = lens[start] if window is None else min(lens[start], window)
+            if end < len(lens) and (end - start + 1) * longest <= max_keys:
+                padding += lens[start] - lens[end]
+                if padding <= MIN_PADDING or lens[end] >= MIN_LENGTH_RATIO * lens[start]:
+                    continue
+            groups.append(_decode_group(start, end, seq_lens, block_table, k_cache.shape[1], window, k_cache.dtype))
+            start, padding = end, 0
+        metadata.cache[cache_key] = _Decodes(order, order.argsort(), groups)
     return metadata.cache[cache_key]
 
 
 def _decode_group(
-    rows: list[int],
-    seq_lens: list[int],
+    start: int,
+    end: int,
+    seq_lens: Tensor,
     block_table: Tensor,
     block_size: int,
     window: int | None,
     dtype: torch.dtype,
 ) -> _DecodeGroup:
-    rows_tensor, lens = torch.tensor(rows), torch.tensor(seq_lens)
-    starts = (lens - window).clamp(min=0) if window is not None else torch.zeros_like(lens)  # first visible key
-    counts = lens - starts
-    num_keys = int(counts.max())
+    counts = seq_lens[start:end, None].long()  # [N, 1], visible keys
+    first = torch.zeros_like(counts) if window is None else (counts - window).clamp(min=0)  # the first visible key
+    counts = counts - first
+    num_keys, fewest = int(counts[0]), int(counts[-1])  # longest first
     indices = torch.arange(num_keys)
     # Padding repeats the last key instead of reading on: behind it lies whatever the page held before, NaN perhaps.
-    positions = starts[:, None] + torch.minimum(indices, counts[:, None] - 1)  # [N, num_keys]
-    slots = block_table[rows_tensor[:, None], positions // block_size].long() * block_size + positions % block_size
+    positions = first + torch.minimum(indices, counts - 1)  # [N, num_keys]
+    blocks = block_table[start:end].gather(1, positions // block_size)
+    slots = blocks * block_size + positions % block_size
     mask = None
-    if int(counts.min()) < num_keys:
-        mask = torch.zeros(slots.shape, dtype=dtype).masked_fill_(indices >= counts[:, None], float("-inf"))
+    if fewest < num_keys:
+        mask = torch.zeros(slots.shape, dtype=dtype).masked_fill_(indices >= counts, float("-inf"))
         mask = mask[:, None, None, :]
-    return _DecodeGroup(rows_tensor, slots.flatten(), num_keys, mask)
+    return _DecodeGroup(start, end, slots.flatten(), num_keys, mask)
 
 
 def _plan_prompts(metadata: AttentionMetadata, block_size: int) -> list[_Prompt]:

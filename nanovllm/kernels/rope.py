@@ -189,16 +189,21 @@ def qk_norm_rope_store_reference(
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))  # [T, H + 2 * KH, D], a view
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     cos, sin = cos_sin[positions.long()][:, None].chunk(2, dim=-1)  # [T, 1, D / 2] each
-    q_normed = q if q_weight is None else rms_norm_reference(q, q_weight, eps)
-    k_normed = k if k_weight is None else rms_norm_reference(k, k_weight, eps)
-    k_rotated = _rotate(k_normed, cos, sin)
-    q.copy_(_rotate(q_normed, cos, sin))
+    if q_weight is None and k_weight is None:
+        normed = heads[:, : num_heads + num_kv_heads]
+    else:
+        q_normed = q if q_weight is None else rms_norm_reference(q, q_weight, eps)
+        k_normed = k if k_weight is None else rms_norm_reference(k, k_weight, eps)
+        normed = torch.cat((q_normed, k_normed), dim=1)
+    q_rotated, k_rotated = _rotate(normed, cos, sin).split((num_heads, num_kv_heads), dim=1)
+    q.copy_(q_rotated)
     if write_k:
         k.copy_(k_rotated)
-    kept = slot_mapping >= 0
-    slots = slot_mapping[kept]
-    k_cache.view(-1, num_kv_heads, head_dim)[slots] = k_rotated[kept].to(k_cache.dtype)
-    v_cache.view(-1, num_kv_heads, head_dim)[slots] = v[kept].to(v_cache.dtype)
+    if (slot_mapping < 0).any():
+        kept = slot_mapping >= 0
+        slot_mapping, k_rotated, v = slot_mapping[kept], k_rotated[kept], v[kept]
+    for cache, values in ((k_cache, k_rotated), (v_cache, v)):
+        cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, values.to(cache.dtype))
 
 
 def qk_norm_rope_store(

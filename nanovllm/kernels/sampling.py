@@ -34,6 +34,7 @@ from nanovllm.kernels.noise import (
     row_keys,
     weyl,
 )
+from nanovllm.kernels.sampling_cpu import GREEDY_UP_TO, LOG2_E, sample_cpu
 from nanovllm.kernels.sampling_filters import (
     KEY_SHIFTS,
     filter_threshold,
@@ -43,8 +44,6 @@ from nanovllm.kernels.sampling_filters import (
     ordered_key,
 )
 
-GREEDY_UP_TO = 1e-5  # temperatures up to this, in float32, are greedy
-LOG2_E = 1.4426950408889634
 SPAN = 128  # tokens that share one maximum and one bound
 PICK_SPANS = 32  # spans that `_pick_kernel` handles at once
 NUM_PICK_WARPS = 8
@@ -250,7 +249,7 @@ def sample(
     On a GPU the result is a view into `workspace`, which the next call overwrites; with one nothing is allocated.
     """
     args = (rows, temperature, top_k, top_p, min_p, seeds, num_tokens)
-    return sample_triton(logits, *args, workspace) if logits.is_cuda else sample_reference(logits, *args)
+    return sample_triton(logits, *args, workspace) if logits.is_cuda else sample_cpu(logits, *args)
 
 
 def sample_triton(

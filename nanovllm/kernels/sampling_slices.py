@@ -15,7 +15,8 @@ from torch import Tensor
 
 from nanovllm.kernels._triton import tl, triton
 from nanovllm.kernels.noise import log2_exponential_reference, noise_bits_reference
-from nanovllm.kernels.sampling import GREEDY_UP_TO, LOG2_E, SamplingWorkspace, sample_triton
+from nanovllm.kernels.sampling import SamplingWorkspace, sample_triton
+from nanovllm.kernels.sampling_cpu import GREEDY_UP_TO, LOG2_E
 
 
 @triton.jit

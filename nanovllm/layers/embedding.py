@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nanovllm.kernels.packed_linear import linear
 from nanovllm.layers.linear import empty_parameter
 from nanovllm.layers.parallel import Shard, TensorParallel, local_vocab
 
@@ -69,11 +70,16 @@ class LMHead(VocabTable):
         tied_to: Embedding | None = None,
     ) -> None:
         super().__init__(vocab_size, hidden_size, None if tied_to is None else tied_to.weight, dtype, device, tp)
+        self.packed: Tensor | None = None  # as in Linear
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[S, hidden] -> [S, rows of this rank]; into `out` where it is given, so that all graphs share one large
         buffer. Rows that stand for no id get -inf."""
-        logits = functional.linear(hidden, self.weight) if out is None else torch.mm(hidden, self.weight.t(), out=out)
+        if self.packed is not None or out is None:
+            logits = linear(hidden, self.weight, None, self.packed)
+            logits = logits if out is None else out.copy_(logits)
+        else:
+            logits = torch.mm(hidden, self.weight.t(), out=out)
         if self.num_ids < logits.shape[1]:
             logits[:, self.num_ids :] = float("-inf")
         return logits

@@ -13,8 +13,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from nanovllm.kernels.packed_linear import linear
 from nanovllm.layers.parallel import Shard, TensorParallel, cut
 
 
@@ -60,6 +60,7 @@ class Linear(nn.Module):
         num_columns = self.columns.stop - self.columns.start
         self.weight = empty_parameter((num_rows, num_columns), dtype, device)
         self.bias = empty_parameter((num_rows,), dtype, device) if bias else None
+        self.packed: Tensor | None = None  # the weight once more, on a CPU, for `kernels/packed_linear.py`
 
     def shards(self, kind: str) -> list[Shard]:
         """Where the checkpoint's tensors of `kind` ("weight", "bias") go."""
@@ -73,9 +74,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_summed:
-            return functional.linear(x, self.weight, self.bias)  # [T, in] -> [T, out]
+            return linear(x, self.weight, self.bias, self.packed)  # [T, in] -> [T, out]
         out = self.tp.partial_sums(len(x), len(self.weight), x.dtype)
-        y = self.tp.all_reduce(torch.mm(x, self.weight.t(), out=out))
+        y = linear(x, self.weight, None, self.packed) if out is None else torch.mm(x, self.weight.t(), out=out)
+        y = self.tp.all_reduce(y)
         return y if self.bias is None else y + self.bias
 
 

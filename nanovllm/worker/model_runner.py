@@ -115,6 +115,7 @@ class ModelRunner:
             initialize_dummy_weights(self.model, config.seed)
         else:
             load_weights(self.model, config.model, model_config)
+        self.weights.pack()
 
     def _build_batch(self) -> None:
         config = self.config

@@ -15,8 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.kernels.packed_linear import can_pack, pack
+from nanovllm.layers.embedding import LMHead
+from nanovllm.layers.linear import Linear
 from nanovllm.model_config import ModelConfig
 from nanovllm.worker.loader import apply_weights, checked_weights
+
+MAX_PACKED_BYTES = 4 << 30  # of packed copies: they come on top of the weights
 
 Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -52,6 +57,7 @@ class Weights:
 
         On a CPU they are there already, and stay. Calling it again with another `keep` only ever drops contents.
         """
+        self._drop_packed()
         for name, parameter in self.model.named_parameters():
             if keep and parameter.device.type == "cpu":
                 continue
@@ -74,6 +80,20 @@ class Weights:
                 parameter.data.copy_(self._kept[name])
             else:
                 parameter.data.zero_()  # anything finite, for the graphs' warm-up
+        self.pack()
+
+    def pack(self) -> None:
+        """On a CPU, make the copies that products of few rows read: after every change of the weights."""
+        self._drop_packed()
+        num_bytes = 0
+        for module in _products(self.model):
+            if can_pack(module.weight) and num_bytes + module.weight.nbytes <= MAX_PACKED_BYTES:
+                num_bytes += module.weight.nbytes
+                module.packed = pack(module.weight)
+
+    def _drop_packed(self) -> None:
+        for module in _products(self.model):
+            module.packed = None
 
     def settle(self) -> None:
         """Forget the host copies."""
@@ -94,6 +114,7 @@ class Weights:
         else:
             pairs = source.items() if isinstance(source, Mapping) else source
         apply_weights(self.model, self._noting(pairs), self.model_config.tie_word_embeddings)
+        self.pack()
         self.missing = None
 
     def _noting(self, pairs: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -105,3 +126,7 @@ class Weights:
                 "it again with all of them first"
             )
             yield pair[0], pair[1]
+
+
+def _products(model: nn.Module) -> list[Linear | LMHead]:
+    return [module for module in model.modules() if isinstance(module, Linear | LMHead)]

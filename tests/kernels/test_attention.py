@@ -18,6 +18,7 @@ from nanovllm.attention import (
     choose_backend,
     flash,
 )
+from nanovllm.attention import torch as torch_backend
 from nanovllm.kernels.paged_decode import (
     choose_num_splits,
     make_decode_workspace,
@@ -293,6 +294,19 @@ def test_torch_backend(window: int | None, block_size: int, num_heads: int) -> N
     step.check(step.forward(backend, window), window)  # the second layer uses what the first worked out
     decodes = Step([(1, n) for n in (300, 299, 250, 17, 16, 1, 300)], 7, num_heads, 2, 64, block_size)
     decodes.check(decodes.forward(backend, window), window)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("group_bytes", "min_padding"), [(0, 256), (1 << 20, 0), (1 << 20, 256), (1 << 30, 1 << 30)])
+def test_torch_backend_groups_of_decodes(
+    window: int | None, group_bytes: int, min_padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one decode a call to all in one: each row's result in its place, whatever the order of lengths."""
+    monkeypatch.setattr(torch_backend, "GROUP_BYTES", group_bytes)
+    monkeypatch.setattr(torch_backend, "MIN_PADDING", min_padding)
+    lens = torch.randint(1, 400, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    step = Step([(1, n) for n in lens] + [(5, 50)], 40, 6, 2, 64, 16)
+    step.check(step.forward(choose_backend("torch", step.spec()), window), window)
 
 
 def test_torch_backend_long_chunk_behind_a_prefix() -> None:
