@@ -100,7 +100,7 @@ def _vector_call(
         "K": k,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
-        "PARTIALS": 1 if kind == "residual" else triton.next_power_of_2(num_partials),
+        "PARTIALS": 1 if kind in ("residual", "plain") else triton.next_power_of_2(num_partials),
         "KIND": kind,
         "HAS_BIAS": bias is not None,
         "INPUT_SCALE": input_scale(x.dtype),
@@ -179,7 +179,10 @@ def launch(call: Call, device: Device) -> None:
     call.kernel[call.grid](*call.args, **call.constants, **dependent_launch(device))
 
 
-def _scale_rows(stream: ResidualStream, norm_weight: Tensor, num_partials: int, device: Device) -> None:
+def _scale_rows(
+    stream: ResidualStream, norm_weight: Tensor, num_partials: int, device: Device, addend: Tensor | None = None
+) -> None:
+    """What `linear_residual` leaves for the next norm, made from the residual, to which `addend` is added before."""
     residual = stream.residual
     num_rows, hidden = residual.shape
     stream.scaled = torch.empty((num_rows, hidden), dtype=residual.dtype, device=residual.device)
@@ -191,9 +194,11 @@ def _scale_rows(stream: ResidualStream, norm_weight: Tensor, num_partials: int, 
         "PARTIALS": triton.next_power_of_2(num_partials),
         "NUM_PARTIALS": num_partials,
         "INPUT_SCALE": input_scale(residual.dtype),
+        "HAS_ADDEND": addend is not None,
         "num_warps": 4 if hidden <= 2048 else 8,
     }
-    args = (residual, norm_weight, stream.scaled, stream.sum_squares, residual.stride(0))
+    addend = residual if addend is None else addend
+    args = (residual, addend, norm_weight, stream.scaled, stream.sum_squares, residual.stride(0))
     launch(Call(scale_rows_kernel, (num_rows,), args, constants), device)
 
 
@@ -266,6 +271,23 @@ def _check(x: Tensor, weight: Tensor, k: int) -> None:
         )
 
 
+def linear_partial_triton(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    device = device_of(x.device)
+    config = choose_config("plain", len(x), weight.shape[0], weight.shape[1], device)
+    if config is None:
+        return torch.mm(x, weight.t(), out=out)
+    if out is None:
+        out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+    workspace = LinearWorkspace(x, x)  # a product of one row needs none
+    launch(linear_call("plain", x, weight, None, out, x, x, x[:, :1], 0.0, config, workspace), device)
+    return out
+
+
+def add_residual_triton(stream: ResidualStream, y: Tensor, next_norm_weight: Tensor) -> None:
+    device = device_of(y.device)
+    _scale_rows(stream, next_norm_weight, num_column_tiles(len(y), y.shape[1], device), device, y)
+
+
 def norm_linear_reference(
     stream: ResidualStream, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None,
     silu: bool = False,
@@ -303,6 +325,19 @@ def linear_residual(
     """stream.residual [M, N] += x [M, K] @ weight.T + bias, in place; prepares the norm with `next_norm_weight`."""
     run = linear_residual_triton if is_fused(x) else linear_residual_reference
     run(x, weight, bias, stream, next_norm_weight)
+
+
+def linear_partial(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    """x [M, K] @ weight.T, [M, N], into `out` where given: what `add_residual` adds once the ranks have summed."""
+    return linear_partial_triton(x, weight, out) if is_fused(x) else torch.mm(x, weight.t(), out=out)
+
+
+def add_residual(stream: ResidualStream, y: Tensor, next_norm_weight: Tensor) -> None:
+    """stream.residual [M, N] += y [M, N], in place; prepares the norm with `next_norm_weight`."""
+    if is_fused(y):
+        add_residual_triton(stream, y, next_norm_weight)
+    else:
+        stream.residual += y
 
 
 def is_fused(x: Tensor) -> bool:

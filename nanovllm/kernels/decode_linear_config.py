@@ -16,7 +16,7 @@ from typing import Literal
 
 from nanovllm.kernels.device import Device
 
-Kind = Literal["norm", "norm_silu", "residual"]
+Kind = Literal["norm", "norm_silu", "residual", "plain"]
 
 MAX_ROWS = 16  # beyond, cuBLAS is faster
 MAX_TILES = 4096  # of split products
@@ -50,7 +50,7 @@ Config = VectorConfig | TileConfig
 
 def choose_config(kind: Kind, num_rows: int, n: int, k: int, device: Device) -> Config | None:
     """The configuration for `num_rows` x weight [n, k]; None: cuBLAS and the separate kernels are faster."""
-    if num_rows > MAX_ROWS or k % 16:
+    if num_rows > MAX_ROWS or k % 16 or (kind == "plain" and num_rows > 1):
         return None
     for max_rows, tuned in TUNED.get((kind, n, k), ()) if _is_measured(device) else ():
         if num_rows <= max_rows:

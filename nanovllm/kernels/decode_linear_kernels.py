@@ -1,9 +1,10 @@
 """The Triton kernels behind `decode_linear.py`.
 
 Owns: the products of one row (on CUDA cores, weights in registers) and of several (on tensor cores), each with three
-ends: scaled by 1 / rms; that and SiLU(gate) * up; added to the residual. Invariant: with dependent launch every program
-lets its successor start at once, asks for weights, and then waits before it reads or writes anything else, so the end
-of a kernel implies the end of all before it. They deliberately choose nothing: tiles and splits are arguments.
+ends: scaled by 1 / rms; that and SiLU(gate) * up; added to the residual. One row has a fourth, "plain". Invariant: with
+dependent launch every program lets its successor start at once, asks for weights, and then waits before it reads or
+writes anything else, so the end of a kernel implies the end of all before it. They deliberately choose nothing: tiles
+and splits are arguments.
 
 The programs of one tile whose K is split each store their part; the one that arrives last, by an atomic count, sums all
 parts in the order of the splits, so the sum does not depend on who that was.
@@ -105,7 +106,7 @@ def vector_kernel(
 
     if KIND == "residual":
         residual = tl.load(out_ptr + safe)
-    else:
+    elif KIND != "plain":
         parts = tl.arange(0, PARTIALS)
         squares = tl.load(sum_squares_ptr + parts, mask=parts < num_partials, other=0.0)
     acc = _vector_dot(x_ptr, w0, k, K, MASKED)
@@ -124,7 +125,7 @@ def vector_kernel(
     acc = tl.sum(acc, axis=1)
     if SILU:
         acc_up = tl.sum(acc_up, axis=1)
-    if KIND != "residual":
+    if (KIND == "norm") | SILU:
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) / INPUT_SCALE
         acc *= scale
         if SILU:
@@ -294,6 +295,7 @@ def tile_kernel(
 @triton.jit
 def scale_rows_kernel(
     residual_ptr,
+    addend_ptr,  # [M, HIDDEN], contiguous, with HAS_ADDEND
     norm_weight_ptr,
     scaled_ptr,
     sum_squares_ptr,
@@ -303,6 +305,7 @@ def scale_rows_kernel(
     PARTIALS: tl.constexpr,
     NUM_PARTIALS: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
@@ -313,7 +316,12 @@ def scale_rows_kernel(
     weight = tl.load(norm_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
-    x = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    residual_ptrs = residual_ptr + row * residual_stride + columns
+    x = tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_ADDEND:
+        x += tl.load(addend_ptr + row * HIDDEN + columns, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(residual_ptrs, x.to(residual_ptr.dtype.element_ty), mask=mask)
     scaled = (x * weight * INPUT_SCALE).to(scaled_ptr.dtype.element_ty)
     tl.store(scaled_ptr + row * HIDDEN + columns, scaled, mask=mask)
     parts = tl.arange(0, PARTIALS)

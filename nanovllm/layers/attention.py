@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.attention import AttentionBackend, AttentionMetadata
-from nanovllm.kernels.decode_linear import ResidualStream, linear_residual, norm_linear
+from nanovllm.kernels.decode_linear import ResidualStream, norm_linear
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.layers.linear import Linear, Part
 from nanovllm.layers.norm import RMSNorm
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         """norm and projections in two launches beside attention's own; adds to the stream."""
         qkv = norm_linear(stream, norm.weight, norm.eps, self.qkv_proj.weight, self.qkv_proj.bias)
         attended = self._attend(positions, qkv, kv_cache, metadata)
-        linear_residual(attended, self.o_proj.weight, self.o_proj.bias, stream, next_norm.weight)
+        self.o_proj.add_to(stream, attended, next_norm.weight)
 
     def _attend(
         self, positions: Tensor, qkv: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata

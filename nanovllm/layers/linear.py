@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from nanovllm.kernels.decode_linear import ResidualStream, add_residual, linear_partial, linear_residual
 from nanovllm.kernels.packed_linear import linear
 from nanovllm.layers.parallel import Shard, TensorParallel, cut
 
@@ -79,6 +80,15 @@ class Linear(nn.Module):
         y = linear(x, self.weight, None, self.packed) if out is None else torch.mm(x, self.weight.t(), out=out)
         y = self.tp.all_reduce(y)
         return y if self.bias is None else y + self.bias
+
+    def add_to(self, stream: ResidualStream, x: Tensor, next_norm_weight: Tensor) -> None:
+        """stream.residual [M, out] += the product of x [M, in], for a step of few decodes on a GPU."""
+        if not self.is_summed:
+            linear_residual(x, self.weight, self.bias, stream, next_norm_weight)
+            return
+        out = self.tp.partial_sums(len(x), len(self.weight), x.dtype)
+        y = self.tp.all_reduce(linear_partial(x, self.weight, out))
+        add_residual(stream, y if self.bias is None else y + self.bias, next_norm_weight)
 
 
 def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.decode_linear import ResidualStream, linear_residual, norm_linear
+from nanovllm.kernels.decode_linear import ResidualStream, norm_linear
 from nanovllm.layers.linear import Linear, Part
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.parallel import TensorParallel
@@ -39,6 +39,6 @@ class MLP(nn.Module):
 
     def decode(self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm) -> None:
         """norm, gate and up, activation, down, in two launches; adds to the stream. See `kernels/decode_linear.py`."""
-        gate_up, down = self.gate_up_proj, self.down_proj
+        gate_up = self.gate_up_proj
         inner = norm_linear(stream, norm.weight, norm.eps, gate_up.weight, gate_up.bias, silu=True)
-        linear_residual(inner, down.weight, down.bias, stream, next_norm.weight)
+        self.down_proj.add_to(stream, inner, next_norm.weight)

@@ -117,8 +117,9 @@ class Qwen3Model(nn.Module):
             ("norm_silu", 2 * inner, hidden),
             ("residual", hidden, inner),
         ]
-        # the fused products add to the residual at once: with several ranks the sum comes first
-        self.max_fused_rows = fused_rows(products, device_of(device)) if tp.size == 1 else 0
+        self.max_fused_rows = fused_rows(products, device_of(device))
+        if tp.size > 1:  # the sum over ranks stands in between: only one row, whose products gain most, is worth it
+            self.max_fused_rows = min(self.max_fused_rows, 1)
 
     def forward(
         self,

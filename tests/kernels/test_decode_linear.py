@@ -119,6 +119,29 @@ def test_another_norm_weight_is_noticed(kernel_device: str) -> None:
         assert relative(fused.norm_linear_triton(stream, norm, EPS, layer.qkv), expected) < TOLERANCE[torch.float16]
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_summed_over_ranks_between(num_rows: int, kernel_device: str) -> None:
+    """Two halves of K, one a rank, summed before they are added, are the whole product."""
+    layer = Layer(48, 96, 64, torch.float16, kernel_device, bias=False)
+    x = torch.randn(num_rows, 96, device=kernel_device).half()
+    residual = torch.randn(num_rows, 48, device=kernel_device).half()
+    workspace = fused.LinearWorkspace.allocate(kernel_device)
+    expected = residual.float() + x.float() @ layer.down.float().t()
+    out = torch.empty(num_rows, 48, dtype=torch.float16, device=kernel_device)
+    halves = [slice(0, 48), slice(48, 96)]
+    parts = [
+        fused.linear_partial_triton(x[:, half].contiguous(), layer.down[:, half].contiguous(), buffer)
+        for half, buffer in zip(halves, (out, None), strict=True)
+    ]
+    assert parts[0].data_ptr() == out.data_ptr()
+    stream = fused.ResidualStream(residual.clone(), workspace)
+    fused.add_residual_triton(stream, parts[0] + parts[1], layer.next_norm)
+    assert relative(stream.residual, expected) < 2e-3
+    actual = fused.norm_linear_triton(stream, layer.next_norm, EPS, layer.qkv)
+    fresh = fused.ResidualStream(stream.residual.clone(), workspace)
+    assert relative(actual, fused.norm_linear_triton(fresh, layer.next_norm, EPS, layer.qkv)) == 0.0
+
+
 def test_dispatch_on_the_cpu() -> None:
     layer = Layer(64, 32, 48, torch.float32, "cpu", bias=True)
     residual = torch.randn(3, 64)
