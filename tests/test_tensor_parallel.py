@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nanovllm import LLM, SamplingParams
 from tests.reference import reference_greedy
