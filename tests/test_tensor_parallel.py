@@ -76,7 +76,7 @@ def assert_equal(actual: list[Any], expected: list[Any]) -> None:
 
 def in_threads(folder: Path, size: int, monkeypatch, **options: Any) -> LLM:
     with monkeypatch.context() as patch:
-        patch.setattr("nanovllm.llm.start_executor", ThreadsExecutor)
+        patch.setattr("nanovllm.engine.replicas.start_executor", ThreadsExecutor)
         return LLM(folder, tensor_parallel_size=size, **(OPTIONS | options))
 
 
