@@ -132,6 +132,7 @@ class RanksExecutor:
         self.block_size = config.kvcache_block_size
         self.weights_missing: str | None = None
         self._waiting: deque[RankedOutput] = deque()
+        self._stats: dict[str, float] = {}
         self._tickets = itertools.count(1)
 
     def submit(self, plan: SchedulerOutput) -> RankedOutput:
@@ -144,15 +145,17 @@ class RanksExecutor:
 
     def take(self, message: tuple[int, tuple[Any, ...]]) -> None:
         """Give an output that has arrived to whom it belongs: they come in the order of the plans."""
-        _, (kind, output, *_) = message
+        _, (kind, *values) = message
         if kind == "output" and self._waiting:  # else what was interrupted would have wanted it
+            output, self._stats = values
             self._waiting.popleft().output = output
 
     def _ask(self, kind: str, payload: Any = None) -> list[Any]:
         """Have every rank do something, behind the steps in flight; its answers, by rank.
 
         Raises:
-            ValueError, TypeError, RuntimeError: what a rank raised; a RuntimeError too when one has failed or died.
+            ValueError, TypeError, RuntimeError, OSError: what a rank raised; a RuntimeError too when one has failed or
+                died.
         """
         return self.answers(self.begin(kind, payload))
 
@@ -200,7 +203,8 @@ class RanksExecutor:
         self._ask("reset")
 
     def stats(self) -> dict[str, float]:
-        return self._ask("stats")[0]
+        """As of the last output. Asks no rank: an interrupt of that would lose outputs, and nobody mends it."""
+        return self._stats
 
     def close(self) -> None:
         """End the ranks; may be called again."""
@@ -213,7 +217,8 @@ def update_ranks(executors: list[RanksExecutor], source: Source) -> None:
     Raises: as `Executor.update_weights`; an exception of the source itself too.
     """
     if isinstance(source, str | os.PathLike):
-        tickets = [executor.begin("update_folder", os.fspath(source)) for executor in executors]
+        folder = os.path.abspath(os.path.expanduser(source))  # ranks stay where they started
+        tickets = [executor.begin("update_folder", folder) for executor in executors]
         _all_answers(executors, tickets)
         return
     tickets = [executor.begin("update_tensors") for executor in executors]
@@ -221,16 +226,23 @@ def update_ranks(executors: list[RanksExecutor], source: Source) -> None:
         for pair in source.items() if isinstance(source, Mapping) else source:
             check_pair(pair)
             for executor in executors:
-                executor.ranks.send("tensor", (pair[0], pair[1].detach().cpu()))
+                executor.ranks.wait_for_room()
+                executor.ranks.send("tensor", (pair[0], _to_send(pair[1])))
     except BaseException as error:
         for executor in executors:
             executor.ranks.send("tensors_end", f"the source of the weights failed with {error!r}")
-        with contextlib.suppress(ValueError, TypeError, RuntimeError):  # the source's own failure says more
+        with contextlib.suppress(ValueError, TypeError, RuntimeError, OSError):  # the source's own failure says more
             _all_answers(executors, tickets)
         raise
     for executor in executors:
         executor.ranks.send("tensors_end")
     _all_answers(executors, tickets)
+
+
+def _to_send(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, and a view of nothing larger: that would be pickled whole."""
+    tensor = tensor.detach().cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
 
 
 def _all_answers(executors: list[RanksExecutor], tickets: list[int]) -> None:
@@ -239,7 +251,7 @@ def _all_answers(executors: list[RanksExecutor], tickets: list[int]) -> None:
     for executor, ticket in zip(executors, tickets, strict=True):
         try:
             executor.answers(ticket)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError, OSError) as error:
             errors.append(error)
     if errors:
         raise errors[0]

@@ -29,6 +29,8 @@ logger = logging.getLogger("nanovllm")
 
 PATIENCE = 1.0  # seconds in which the rank at fault can tell: the others only notice that it is gone
 CLOSING_SECONDS = 10.0
+MAX_UNSENT = 4
+ENDS = ("gone", "failed", "refused")  # a rank's last message
 
 
 class Ranks:
@@ -40,6 +42,7 @@ class Ranks:
         failure: why the engine is dead; None: it is not.
 
     Raises:
+        ValueError: a rank refused the options or the model's files, with its traceback.
         RuntimeError: a rank did not start, with its traceback.
     """
 
@@ -50,6 +53,8 @@ class Ranks:
         self._inbox: SimpleQueue[tuple[int, tuple[Any, ...]]] = SimpleQueue()
         self.arrived = arrived
         self._is_closing = False
+        self._is_refused = False
+        self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[mp.Connection] = []
         try:
@@ -62,20 +67,23 @@ class Ranks:
             for thread in self._threads:
                 thread.start()
             self._start(config, first_device)
-        except BaseException:
+        except BaseException as error:
+            self._kill()  # what has not started does not listen
             self.close()
+            if self._is_refused and isinstance(error, RuntimeError):
+                raise ValueError(self.failure) from None
             raise
 
     def _spawn(self) -> None:
-        """A fresh interpreter, which imports nothing of the caller's: neither fork nor `__main__` is needed."""
+        """A fresh interpreter, which runs nothing of the caller's: neither fork nor `__main__` is needed. It finds
+        modules where this process does, not in whatever folder this happens to be."""
         ours, theirs = socket.socketpair()
         root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", "nanovllm.worker.rank", str(theirs.fileno()), str(os.getpid())]
+        path = [str(entry) for entry in dict.fromkeys([*sys.path, root])]
+        code = f"import sys; sys.path[:] = {path!r}; from nanovllm.worker.rank import main; main()"
+        command = [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())]
         with theirs:
-            process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL
-            )
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._processes.append(process)
         self._pipes.append(mp.Connection(ours.detach()))
 
@@ -107,6 +115,11 @@ class Ranks:
     def send(self, kind: str, payload: Any = None, ticket: int = 0) -> None:
         """To every rank or to none; returns before it is sent. An answer bears the ticket."""
         self._outbox.put((pickle.dumps((kind, payload, ticket)),) * self.size)
+
+    def wait_for_room(self) -> None:
+        """Until few messages are unsent: for a sender of many large ones."""
+        while self._outbox.qsize() >= MAX_UNSENT and self.failure is None and not self._is_closing:
+            time.sleep(0.001)
 
     def receive(self) -> tuple[int, tuple[Any, ...]]:
         """The next (rank, message).
@@ -145,48 +158,53 @@ class Ranks:
         """The receiving thread; ends with the first rank that does."""
         ranks = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while True:
-            for pipe in mp.wait(list(ranks)):
-                assert isinstance(pipe, mp.Connection)
-                try:
-                    message = pipe.recv()
-                except (EOFError, OSError):
-                    message = ("gone",)
-                if message[0] in ("gone", "failed"):
-                    if not self._is_closing:
-                        self.failure = self._blame(ranks[pipe], message)
-                        self._kill()
-                        self.arrived.set()
-                    return
-                self._inbox.put((ranks[pipe], message))
-                self.arrived.set()
+            messages = {ranks[pipe]: message for pipe, message in _read(list(ranks))}
+            ends = {rank: message for rank, message in messages.items() if message[0] in ENDS}
+            for rank, message in messages.items():
+                if rank not in ends:
+                    self._inbox.put((rank, message))
+            if ends and not self._is_closing:
+                self.failure = self._blame(ends)
+                self._kill()
+            self.arrived.set()
+            if ends:
+                return
 
-    def _blame(self, rank: int, message: tuple[Any, ...]) -> str:
-        """What to tell of the first end that was noticed. A rank that was killed is to blame before those that report
-        the loss of it."""
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
-            for other, process in enumerate(self._processes):
-                if process.poll() is not None and process.returncode < 0:
-                    return f"rank {other} of {self.size} was killed by signal {-process.returncode}"
-            time.sleep(0.05)
-        if message[0] == "failed":
-            return f"rank {rank} of {self.size} failed:\n{message[1]}"
-        return f"rank {rank} of {self.size} ended with exit code {self._processes[rank].poll()}"
+    def _blame(self, ends: dict[int, tuple[Any, ...]]) -> str:
+        """What to tell, given the last messages that came first. A rank that says nothing is to blame before those that
+        tell of the loss of it; else the one that failed first."""
+        deadline = time.monotonic() + PATIENCE
+        while not any(kind == "gone" for kind, *_ in ends.values()):
+            others = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in ends}
+            patience = deadline - time.monotonic()
+            if not others or patience <= 0:
+                rank, (kind, text, _) = min(ends.items(), key=lambda item: item[1][2])
+                self._is_refused = kind == "refused"
+                return f"rank {rank} of {self.size} failed:\n{text}"
+            ends |= {others[pipe]: message for pipe, message in _read(list(others), patience) if message[0] in ENDS}
+        rank = next(rank for rank, (kind, *_) in ends.items() if kind == "gone")
+        try:
+            code: int | None = self._processes[rank].wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            code = None
+        if code is not None and code < 0:
+            return f"rank {rank} of {self.size} was killed by signal {-code}"
+        return f"rank {rank} of {self.size} ended with exit code {code}"
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def _kill(self) -> None:
         for process in self._processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
+        for process in self._processes:
+            process.wait()
 
     def close(self) -> None:
         """End the processes, all of whose memory comes back; may be called again."""
         if self._is_closing:
             return
         self._is_closing = True
-        if self.failure is None and hasattr(self, "_threads"):
-            self.send("close")
+        self.send("close")
         self._outbox.put(None)
         end = time.monotonic() + (CLOSING_SECONDS if self.failure is None else 0.0)
         for process in self._processes:
@@ -195,5 +213,20 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for thread in self._threads:  # they use the pipes
+            if thread is not threading.current_thread():  # the garbage collector may close an engine anywhere
+                thread.join(CLOSING_SECONDS)
         for pipe in self._pipes:
             pipe.close()
+
+
+def _read(pipes: list[mp.Connection], timeout: float | None = None) -> list[tuple[mp.Connection, tuple[Any, ...]]]:
+    """Wait; a message of each pipe that has one, ("gone",) of one that is closed."""
+    messages: list[tuple[mp.Connection, tuple[Any, ...]]] = []
+    for pipe in mp.wait(pipes, timeout):
+        assert isinstance(pipe, mp.Connection)
+        try:
+            messages.append((pipe, pipe.recv()))
+        except (EOFError, OSError):
+            messages.append((pipe, ("gone",)))
+    return messages

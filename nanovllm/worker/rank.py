@@ -1,13 +1,14 @@
-"""A rank in a process of its own: `python -m nanovllm.worker.rank FD`.
+"""A rank in a process of its own: `main`, with a descriptor and the driver's process id as arguments.
 
-Owns: the process, its end of the socket pair `FD`, and the loop in which it carries out what the driver sends, in that
-order. Invariant: all ranks of a group get the same messages, so their collective calls match. It deliberately knows no
-scheduler, and outlives nobody: it ends when the driver does, when it is told to, or when anything fails inside a step,
-with the traceback as its last message.
+Owns: the process, its end of the socket pair that the descriptor names, and the loop in which it carries out what the
+driver sends, in that order. Invariant: all ranks of a group get the same messages, so their collective calls match. It
+deliberately knows no scheduler, and outlives nobody: it ends when the driver does, when it is told to, or when anything
+fails inside a step, with the traceback as its last message.
 
-Messages to a rank are (kind, payload, ticket). It answers ("output", ModelRunnerOutput) to each "execute", if it is the
-first rank, and ("done", value, ticket, why weights are missing) or ("error", exception, ...) to each of the others but
-"idle"; behind an "error" it goes on. The last one is ("failed", traceback).
+Messages to a rank are (kind, payload, ticket). It answers ("output", ModelRunnerOutput, stats so far) to each
+"execute", if it is the first rank, and ("done", value, ticket, why weights are missing) or ("error", exception, ...) to
+each of the others but "idle"; behind an "error" it goes on. The last one is ("failed", traceback, time), or
+("refused", traceback, time) if options or files are to blame that it does not start.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class Rank:
         """From the first message ("start") to the last."""
         kind, start, _ = self._next()
         assert kind == "start"
-        self._start(**start)
+        try:
+            self._start(**start)
+        except ValueError as error:
+            raise Refusal from error
         while True:
             kind, payload, ticket = self._next()
             if kind == "close":
@@ -98,13 +102,13 @@ class Rank:
         while True:
             output = self._in_flight.get().wait()
             if self.is_first:
-                self.connection.send(("output", output))
+                self.connection.send(("output", output, self.runner.stats()))
             self._in_flight.task_done()
 
     def _answer(self, kind: str, payload: Any, ticket: int) -> None:
         try:
             answer = ("done", self._carry_out(kind, payload), ticket, self.runner.weights.missing)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError, OSError) as error:
             answer = ("error", error, ticket, self.runner.weights.missing)
         self.connection.send(answer)
 
@@ -118,11 +122,9 @@ class Rank:
             return runner.update_weights(payload)
         if kind == "update_tensors":
             return self._update_tensors()
-        if kind == "reset":
-            runner.synchronize()
-            return runner.reset()
-        assert kind == "stats", kind
-        return runner.stats()
+        assert kind == "reset", kind
+        runner.synchronize()
+        return runner.reset()
 
     def _update_tensors(self) -> None:
         """("tensor", (name, tensor)) messages follow, up to "tensors_end" with None or why the source failed; another
@@ -147,6 +149,10 @@ class Rank:
                 self._unread.append(end)
 
 
+class Refusal(Exception):
+    """The rank does not start, and its cause is the user's to mend."""
+
+
 class Collector(logging.Handler):
     """Keeps what is logged while the engine starts: the driver's process logs it."""
 
@@ -164,10 +170,11 @@ def end_on_failure(connection: Connection, run: Callable[[], object]) -> None:
         run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(1)  # the driver is gone
-    except BaseException:
-        text = traceback.format_exc()
+    except BaseException as error:
+        kind, cause = ("refused", error.__cause__) if isinstance(error, Refusal) else ("failed", error)
+        text = "".join(traceback.format_exception(cause))
         try:
-            connection.send(("failed", text))
+            connection.send((kind, text, time.monotonic()))
         finally:
             sys.stdout.flush()
             os._exit(1)  # not through destructors that wait for other ranks
