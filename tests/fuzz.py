@@ -315,7 +315,7 @@ class StreamCaller(Caller):
         except RuntimeError as error:
             if str(error) == LOST or (self.is_aborted and "was aborted" in str(error)):
                 return False
-            if "not finite" in str(error):  # as it should be, if it is so alone
+            if "not finite" in str(error) or "leave no token" in str(error):  # as it should be, if it is so alone
                 return self.finish("error")
             raise
         if piece is None:

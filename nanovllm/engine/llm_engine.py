@@ -20,7 +20,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.call import Call, Calls
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.guard import ABORT, EngineBusyError, Gate, Guard, Session
+from nanovllm.engine.guard import ABORT, EngineBusyError, Gate, Guard
 from nanovllm.engine.logprobs import collect_logprobs
 from nanovllm.engine.output_processor import OutputProcessor, error_output
 from nanovllm.engine.request import Limits, Request, Tokenizer, eos_token_ids, new_sequences, request_seed
@@ -30,8 +30,6 @@ from nanovllm.engine.suspects import Suspects
 from nanovllm.outputs import RequestOutput
 
 logger = logging.getLogger("nanovllm")
-
-MAX_CLOSE_SECONDS = 10.0  # that close() waits for another thread
 
 
 class LLMEngine:
@@ -49,7 +47,7 @@ class LLMEngine:
         self._finalizer = weakref.finalize(self, self.executor.close)  # also at exit
         self.num_kvcache_blocks = self.executor.num_kvcache_blocks
         self.scheduler = new_scheduler(config, self.num_kvcache_blocks, self.executor.block_size)
-        self.output_processor = OutputProcessor(tokenizer)
+        self.output_processor = OutputProcessor(tokenizer, config.model_config.vocab_size)
         self.limits = Limits(
             vocab_size=config.model_config.vocab_size,
             max_model_len=config.max_model_len,
@@ -58,10 +56,10 @@ class LLMEngine:
             tokenizer=tokenizer,
         )
         self.gate = Gate()
-        assert config.max_in_flight is not None
-        self._suspects = Suspects(config.max_in_flight)
+        self._suspects = Suspects(config.max_in_flight or 1)
         self._at_work: list[Sequence] = []  # whose error it is, if there is one now
         self._calls = Calls()
+        self.loop_call = Call()  # of whoever turns the engine by hand
         self._dropped: deque[tuple[str, Call | None]] = deque()  # to be aborted; the call, so that it lives till then
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._ids = itertools.count()
@@ -85,7 +83,7 @@ class LLMEngine:
         requests = list(requests)
         added: list[tuple[str, Call | None]] = []
         try:
-            with self._guard(check=lambda: self._check_can_take(requests)):
+            with Guard(self, check=lambda: self._check_can_take(requests)):
                 call.broken = False  # an interrupt may have left it so; what it meant has been mended
                 for request in requests:
                     added.append((request.request_id, None))
@@ -143,7 +141,10 @@ class LLMEngine:
 
     def _abort_dropped(self) -> None:
         while self._dropped:
-            request = self._calls.forget(self._dropped[0][0])
+            request_id = self._dropped[0][0]
+            request = self._calls.forget(request_id)
+            if request is None:
+                self.loop_call.discard(request_id)
             for seq in reversed(request.seqs if request is not None else ()):  # the first last: it has the forks
                 self.scheduler.abort(seq)
             self._dropped.popleft()
@@ -172,7 +173,7 @@ class LLMEngine:
         Raises:
             RuntimeError: the engine is closed or dead, or work is waiting that can never run.
         """
-        with self._guard(call):
+        with Guard(self, call):
             self._at_work = []
             for request in self._suspects.released(self._calls.requests):
                 self._admit(request)
@@ -216,15 +217,17 @@ class LLMEngine:
 
     # ---- when something breaks ----------------------------------------------------------------------------------
 
-    def session(self) -> Session:
-        """To be held by a call that runs to its end: meanwhile no other thread gets in."""
-        return Session(self)
-
-    def _guard(self, call: Call | None = None, check: Callable[[], object] | None = None) -> Guard:
-        return Guard(self, call, check)
-
     def begin_change(self, check: Callable[[], object] | None) -> None:
-        self._mend()
+        """First complete what an interrupt may have kept from being done at once."""
+        if self._closing:
+            self._shut()
+        self._check_alive()
+        if self._dirty or self._calls.has_orphans:
+            self._recover()
+            self._check_alive()
+        if self._dropped:
+            self._dirty = True
+            self.end_change()
         if check is not None:
             check()
         self._dirty = True
@@ -235,10 +238,8 @@ class LLMEngine:
 
     def break_change(self, call: Call | None, error: BaseException) -> bool:
         """Mend after an exception out of a change; `call`: whose turn it was. True: it need not see the error."""
-        is_for_call = True
+        is_for_call = call is None or not isinstance(error, Exception) or self._blame(call, error)
         if call is not None:
-            if isinstance(error, Exception):
-                is_for_call = self._blame(call, error)
             call.broken = is_for_call
         self._recover()
         return not is_for_call and self._dead is None
@@ -254,8 +255,7 @@ class LLMEngine:
 
     def _lose(self, request: Request, error: Exception) -> None:
         """Give it the error for a result."""
-        reason = f"it was lost to {error!r}"
-        output = error_output(request.request_id, request.prompt, request.prompt_token_ids, reason)
+        output = error_output(request.request_id, request.prompt, request.prompt_token_ids, f"it was lost to {error!r}")
         output.metrics = request.metrics
         self._calls.deliver(request, output)
 
@@ -264,20 +264,8 @@ class LLMEngine:
         if self._closing:
             self.close()
         elif self._dropped:
-            with suppress(EngineBusyError), Guard(self, None, kind=ABORT):
+            with suppress(EngineBusyError), Guard(self, kind=ABORT):
                 pass
-
-    def _mend(self) -> None:
-        """Complete what an interrupt may have kept from being mended at once."""
-        if self._closing:
-            self._shut()
-        self._check_alive()
-        if self._dirty or self._calls.has_orphans:
-            self._recover()
-            self._check_alive()
-        if self._dropped:
-            self._dirty = True
-            self.end_change()
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -328,7 +316,7 @@ class LLMEngine:
         """Give back the memory of weights, KV cache and graphs; see the LLM class."""
         if level not in (1, 2):
             raise ValueError(f"level must be 1 (weights go to the host) or 2 (weights are dropped), got {level!r}")
-        with self._guard(check=lambda: self._require_idle("sleep")):
+        with Guard(self, check=lambda: self._require_idle("sleep")):
             self._drain()
             self.scheduler.reset_prefix_cache()
             self._asleep = True  # from here on, so that an interrupt does not leave half an engine in use
@@ -336,14 +324,14 @@ class LLMEngine:
 
     def wake_up(self) -> None:
         """Take the memory again; see the LLM class."""
-        with self._guard():
+        with Guard(self):
             if self._asleep:
                 self.executor.wake_up()
                 self._asleep = False
 
     def update_weights(self, source: Any) -> None:
         """Replace the weights in place; see the LLM class."""
-        with self._guard(check=lambda: self._require_idle("update_weights", awake=True)):
+        with Guard(self, check=lambda: self._require_idle("update_weights", awake=True)):
             self._drain()
             self.scheduler.reset_prefix_cache()
             self.executor.update_weights(source)
@@ -361,7 +349,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep theirs."""
-        with self._guard():
+        with Guard(self):
             self.scheduler.reset_prefix_cache()
 
     def stats(self) -> dict[str, float]:
@@ -388,12 +376,12 @@ class LLMEngine:
         try:
             entry = self.gate.enter(sys._getframe(), ABORT)
         except EngineBusyError:
-            self.gate.wait_for_others(MAX_CLOSE_SECONDS)
-            return
-        try:
-            self._shut()
-        finally:
-            self.gate.leave(entry)
+            self.gate.wait_for_others(seconds=10.0)
+        else:
+            try:
+                self._shut()
+            finally:
+                self.gate.leave(entry)
 
     def _shut(self) -> None:
         self._die("the engine is closed")
