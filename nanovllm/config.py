@@ -19,6 +19,7 @@ from nanovllm.model_config import ModelConfig, read_model_config
 
 logger = logging.getLogger("nanovllm")
 
+DEFAULT_MAX_MODEL_LEN = 4096
 _CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cuda", "cpu"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
@@ -36,6 +37,7 @@ _INTS: dict[str, tuple[int, bool]] = {
     "data_parallel_size": (1, False),
     "max_in_flight": (1, True),
 }
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _BOOLS = ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager")
 
 
@@ -55,7 +57,7 @@ class Config:
     dtype: str = "auto"
     load_format: str = "auto"
     seed: int = 0
-    max_model_len: int = 4096
+    max_model_len: int = DEFAULT_MAX_MODEL_LEN
     max_num_batched_tokens: int = 16384
     max_num_seqs: int = 512
     gpu_memory_utilization: float = 0.9
@@ -73,6 +75,10 @@ class Config:
         self.model = str(self.model)
         if self.tokenizer is not None:
             self.tokenizer = str(self.tokenizer)
+        dtype = str(self.dtype).removeprefix("torch.")  # torch.bfloat16, say
+        self.dtype = _DTYPE_ALIASES.get(dtype, dtype)
+        if self.max_model_len is None:
+            self.max_model_len = DEFAULT_MAX_MODEL_LEN
         self._check_types()
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
@@ -81,7 +87,8 @@ class Config:
         self.model_config = read_model_config(self.model, self.load_format)
         limit = self.model_config.max_model_len
         if self.max_model_len > limit:
-            logger.info("max_model_len %d is more than the model supports: %d is used", self.max_model_len, limit)
+            level = logging.INFO if self.max_model_len == DEFAULT_MAX_MODEL_LEN else logging.WARNING
+            logger.log(level, "max_model_len %d is more than the model supports: %d is used", self.max_model_len, limit)
             self.max_model_len = limit
         self.model_config = self.model_config.capped(self.max_model_len)
         self._check_ranks()
@@ -113,13 +120,16 @@ class Config:
                 raise TypeError(f"{name} must be an int{' or None' if optional else ''}, got {value!r}")
             if value < low:
                 raise ValueError(f"{name} must be at least {low}, got {value}")
+            setattr(self, name, int(value))  # a numpy integer overflows, and is no JSON
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, Integral):
             raise TypeError(f"seed must be an int, got {self.seed!r}")
+        self.seed = int(self.seed)
         if isinstance(self.gpu_memory_utilization, bool) or not isinstance(self.gpu_memory_utilization, Real):
             raise TypeError(f"gpu_memory_utilization must be a number, got {self.gpu_memory_utilization!r}")
+        self.gpu_memory_utilization = float(self.gpu_memory_utilization)
 
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> Config:

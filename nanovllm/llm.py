@@ -16,7 +16,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.call import Call
 from nanovllm.engine.executor import AnyExecutor
-from nanovllm.engine.guard import EngineBusyError
+from nanovllm.engine.guard import EngineBusyError, Session
 from nanovllm.engine.input_processor import InputProcessor, params_list
 from nanovllm.engine.replicas import build_engine, start_executors
 from nanovllm.engine.request import Prompt, Request, is_single_prompt
@@ -49,7 +49,6 @@ class LLM:
         self.engine = build_engine(self.config, executors, self.tokenizer)
         self.inputs = InputProcessor(self.tokenizer, self.engine.limits, self.engine.new_request_id)
         self.num_kvcache_blocks = self.engine.num_kvcache_blocks
-        self._loop_call = Call()  # what add_request took
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer, or None."""
@@ -97,7 +96,7 @@ class LLM:
             else:
                 requests.append(checked)
         call = Call()
-        with self.engine.session():
+        with Session(self.engine):
             try:
                 self.engine.submit(requests, call)
                 with Progress(len(requests), use_tqdm) as progress:
@@ -208,6 +207,8 @@ class LLM:
         dropped.
         """
         _check_on_error(on_error)
+        if isinstance(requests, str | Mapping):
+            raise TypeError(f"requests must be an iterable of prompts, got one prompt, a {type(requests).__name__}")
         default = self._or_default(sampling_params)
         return self._generate_iter(iter(requests), default, on_error)
 
@@ -260,7 +261,7 @@ class LLM:
             ValueError: a request that cannot run, or an id in use.
         """
         request = self.inputs.check_one(prompt, self._or_default(sampling_params), request_id)
-        self.engine.submit([request], self._loop_call)
+        self.engine.submit([request], self.engine.loop_call)
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
@@ -270,7 +271,7 @@ class LLM:
             RuntimeError: the device failed, or the engine was closed before they had finished. As after any exception
                 out of a step, an interrupt included, the requests of `add_request` are gone.
         """
-        call = self._loop_call
+        call = self.engine.loop_call
         call.check()
         try:
             if call.pending:
@@ -280,17 +281,21 @@ class LLM:
         except BaseException:
             self.engine.drop(call)
             raise
-        finished = [output for _, output in self._loop_call.finished]
-        self._loop_call.finished.clear()
+        finished = [output for _, output in call.finished]
+        call.finished.clear()
         return finished
 
     def abort(self, request_id: str) -> None:
-        """Drop a request; an id that is not queued or running is passed over."""
+        """Drop a request; also one of add_request that has finished, if its result has not been given out.
+
+        An id that is not here is passed over. May be called from anywhere, at any time: from another thread, a signal
+        handler or a callback, in the middle of a step too, at whose end it takes effect.
+        """
         self.engine.abort([request_id])
 
     def is_finished(self) -> bool:
         """Whether everything that `add_request` took has been given out."""
-        call = self._loop_call
+        call = self.engine.loop_call
         return not call.pending and not call.finished and call.lost is None
 
     # ---- training loops -----------------------------------------------------------------------------------------

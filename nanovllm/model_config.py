@@ -10,6 +10,7 @@ classes'.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.rope_config import RopeConfig, read_rope_config
+from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger("nanovllm")
 
 INDEX = "model.safetensors.index.json"  # which of several weight files holds which tensor
 _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float32"}
@@ -107,6 +111,9 @@ def read_model_config(folder: str | os.PathLike[str], load_format: str = "auto")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_heads}")
     max_positions = _positive(config, "max_position_embeddings")
+    eps = config.get("rms_norm_eps", 1e-6)
+    if not isinstance(eps, int | float) or not 0 <= eps < 1:
+        raise ValueError(f"config.json: rms_norm_eps={eps!r} must be a small number, at least 0")
     rope, max_model_len = read_rope_config(config, max_positions)
     qkv_bias, o_bias, mlp_bias = _biases(family, config)
     generation_path = path / "generation_config.json"
@@ -121,7 +128,7 @@ def read_model_config(folder: str | os.PathLike[str], load_format: str = "auto")
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(config, num_heads),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(eps),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
@@ -134,10 +141,20 @@ def read_model_config(folder: str | os.PathLike[str], load_format: str = "auto")
         dtype=_dtype(config, path),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=_token_ids(config, generation, "eos_token_id"),
-        default_sampling={
-            key: generation[key] for key in ("temperature", "top_k", "top_p") if generation.get(key) is not None
-        },
+        default_sampling=_default_sampling(generation, generation_path),
     )
+
+
+def _default_sampling(generation: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The file's advice, as far as it can be followed: it is no more than that."""
+    advice = {}
+    for name in ("temperature", "top_k", "top_p"):
+        if generation.get(name) is not None:
+            try:
+                advice[name] = getattr(SamplingParams(**{name: generation[name]}), name)
+            except (TypeError, ValueError) as error:
+                logger.warning("%s is ignored in part: %s", path, error)
+    return advice
 
 
 def checkpoint_folder(folder: str | os.PathLike[str]) -> Path:
@@ -242,6 +259,8 @@ def _layer_windows(architecture: str, config: Mapping[str, Any], num_layers: int
     family = ARCHITECTURES[architecture]
     layer_types = config.get("layer_types")
     if layer_types is not None:
+        if not isinstance(layer_types, list):
+            raise ValueError(f"config.json: layer_types={layer_types!r} must be a list")
         for kind in layer_types:
             if kind not in ("full_attention", "sliding_attention"):
                 allowed = "'full_attention', 'sliding_attention'"
@@ -251,7 +270,9 @@ def _layer_windows(architecture: str, config: Mapping[str, Any], num_layers: int
     windowed = family == "mistral" or (family != "llama" and bool(config.get("use_sliding_window", False)))
     window = _positive(config, "sliding_window") if windowed and config.get("sliding_window") is not None else None
     if layer_types is None:
-        first = 0 if family == "mistral" else int(config.get("max_window_layers", 28))
+        first = 0 if family == "mistral" else config.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise ValueError(f"config.json: max_window_layers={first!r} must be an integer")
         return tuple(window if i >= first else None for i in range(num_layers))
     if window is None and "sliding_attention" in layer_types:
         raise ValueError(

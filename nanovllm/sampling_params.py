@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 
 GREEDY_TEMPERATURE = 1e-5  # below this, dividing by the temperature would overflow: the row is greedy
+_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_INTS = ("n", "top_k", "max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+MAX_SAMPLES = 16384  # of one prompt; as in vLLM
 
 
-def _check_int(name: str, value: object, low: int, allowed: str) -> None:
+def _check_int(name: str, value: object, low: int, allowed: str, end: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
-    if value < low:
+    if value < low or (end is not None and int(value) >= end):
         raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
@@ -38,12 +41,19 @@ def _strings_or_ids(name: str, values: object, what: str) -> tuple:
     return tuple(values)
 
 
+def _token_ids(name: str, values: object) -> tuple[int, ...]:
+    ids = _strings_or_ids(name, values, "ints")
+    for token_id in ids:
+        _check_int(name, token_id, 0, "token ids, at least 0")
+    return tuple(int(token_id) for token_id in ids)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings of one request; names and meanings follow vLLM's class of that name.
 
     Attributes:
-        n: at least 1; samples of this prompt, which is computed once. They differ, also from one seed.
+        n: from 1 to 16384; samples of this prompt, which is computed once. They differ, also from one seed.
         temperature: at least 0; 0 is greedy, and so is anything below 1e-5.
         top_k: keep the k most probable tokens; -1 or 0 is off, larger than the vocabulary is off too.
         top_p: in (0, 1]; keep the smallest set of most probable tokens whose mass reaches top_p (Holtzman et al.
@@ -103,13 +113,11 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, "at least 1")
-        temperature = _real("temperature", self.temperature)
-        _check_real("temperature", temperature, 0.0 <= temperature < float("inf"), "a finite number, at least 0")
-        top_p = _real("top_p", self.top_p)
-        _check_real("top_p", top_p, 0.0 < top_p <= 1.0, "in (0, 1]; 1 turns it off")
-        min_p = _real("min_p", self.min_p)
-        _check_real("min_p", min_p, 0.0 <= min_p <= 1.0, "in [0, 1]; 0 turns it off")
+        self._make_plain()
+        _check_int("n", self.n, 1, f"from 1 to {MAX_SAMPLES}", MAX_SAMPLES + 1)
+        _check_real("temperature", self.temperature, 0.0 <= self.temperature < float("inf"), "finite, at least 0")
+        _check_real("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]; 1 turns it off")
+        _check_real("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]; 0 turns it off")
         _check_int("top_k", self.top_k, -1, "at least 1, or -1 or 0 to turn it off")
         self._check_penalties()
         self._check_token_rules()
@@ -122,9 +130,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), "at least -2**63")
-            if self.seed >= 2**64:
-                raise ValueError(f"seed must be below 2**64, got {self.seed}")
+            _check_int("seed", self.seed, -(2**63), "at least -2**63 and below 2**64", 2**64)
         if self.truncate_prompt_tokens is not None:
             _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, "at least 1, or -1")
             if self.truncate_prompt_tokens == 0:
@@ -134,11 +140,16 @@ class SamplingParams:
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         self._check_stop()
         if self.stop_token_ids is not None:
-            if isinstance(self.stop_token_ids, str | bytes):
-                raise TypeError(f"stop_token_ids must be a list of ints, got {self.stop_token_ids!r}")
-            for token_id in self.stop_token_ids:
-                _check_int("stop_token_ids", token_id, 0, "token ids, at least 0")
-            object.__setattr__(self, "stop_token_ids", tuple(int(token_id) for token_id in self.stop_token_ids))
+            object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+
+    def _make_plain(self) -> None:
+        """Numbers of other libraries as Python's own, which do not overflow."""
+        for name in _REALS:
+            object.__setattr__(self, name, _real(name, getattr(self, name)))
+        for name in _INTS:
+            value = getattr(self, name)
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                object.__setattr__(self, name, int(value))
 
     def _check_stop(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
@@ -153,12 +164,12 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
 
     def _check_penalties(self) -> None:
-        repetition = _real("repetition_penalty", self.repetition_penalty)
+        repetition = self.repetition_penalty
         _check_real(
             "repetition_penalty", repetition, 0.0 < repetition < float("inf"), "a finite number above 0; 1 turns it off"
         )
         for name in ("presence_penalty", "frequency_penalty"):
-            penalty = _real(name, getattr(self, name))
+            penalty = getattr(self, name)
             _check_real(name, penalty, -2.0 <= penalty <= 2.0, "in [-2, 2]; 0 turns it off")
 
     def _check_token_rules(self) -> None:
@@ -172,12 +183,10 @@ class SamplingParams:
             biases = {int(token_id): float(bias) for token_id, bias in self.logit_bias.items()}
             object.__setattr__(self, "logit_bias", biases)
         if self.allowed_token_ids is not None:
-            ids = _strings_or_ids("allowed_token_ids", self.allowed_token_ids, "ints")
-            for token_id in ids:
-                _check_int("allowed_token_ids", token_id, 0, "token ids, at least 0")
+            ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not ids:
                 raise ValueError("allowed_token_ids must hold at least one token id, got []; None allows all")
-            object.__setattr__(self, "allowed_token_ids", tuple(int(token_id) for token_id in ids))
+            object.__setattr__(self, "allowed_token_ids", ids)
         if self.bad_words is not None:
             words = _strings_or_ids("bad_words", self.bad_words, "strings")
             for word in words:

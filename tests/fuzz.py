@@ -315,7 +315,7 @@ class StreamCaller(Caller):
         except RuntimeError as error:
             if str(error) == LOST or (self.is_aborted and "was aborted" in str(error)):
                 return False
-            if "not finite" in str(error):  # as it should be, if it is so alone
+            if "not finite" in str(error) or "leave no token" in str(error):  # as it should be, if it is so alone
                 return self.finish("error")
             raise
         if piece is None:
@@ -518,12 +518,12 @@ class Episode:
         if bad is None:
             self.generate(cases)
             return
-        steps, known = self.llm.stats()["steps"], set(self.llm.engine._calls.requests)
+        steps, known = self.llm.stats()["steps"], set(self.llm.engine.calls.requests)
         prompts, params = [case.prompt for case in cases], [case.params for case in cases]
         message = self.must_refuse(lambda: self.llm.generate(prompts, params, use_tqdm=False))
         if f"request {bad}: " not in message:
             raise Mismatch(f"request {bad} is refused, and the error says {message!r}")
-        if self.llm.stats()["steps"] != steps or set(self.llm.engine._calls.requests) != known:
+        if self.llm.stats()["steps"] != steps or set(self.llm.engine.calls.requests) != known:
             raise Mismatch("a call that was refused ran or left something behind")
 
     def must_refuse(self, call: Callable[[], object]) -> str:
@@ -558,7 +558,7 @@ class Episode:
 
     def abort(self) -> None:
         """Any request of any caller, by its id, and one that does not exist."""
-        known = list(self.llm.engine._calls.requests.values())
+        known = list(self.llm.engine.calls.requests.values())
         self.llm.abort("nobody's")
         if not known:
             return
@@ -582,8 +582,8 @@ class Episode:
         scheduler = engine.scheduler
         blocks = scheduler.blocks
         left = {
-            "requests": len(engine._calls.requests),
-            "calls": len(engine._calls._calls),
+            "requests": len(engine.calls.requests),
+            "calls": len(engine.calls._calls),
             "aborts to come": len(engine._dropped),
             "held back": len(engine._suspects._held),
             "inside": len(engine.gate._entries),

@@ -59,7 +59,7 @@ def answers(llm: LLM, prompts=GOOD, params=GREEDY) -> list[list[int]]:
 
 
 def check_clean(llm: LLM) -> None:
-    assert all_blocks_free(llm) and not llm.engine._calls.requests and not llm.engine._suspects._held
+    assert all_blocks_free(llm) and not llm.engine.calls.requests and not llm.engine._suspects._held
 
 
 @pytest.mark.parametrize(("is_late", "min_tokens"), [(False, 0), (True, 0), (False, 3), (True, 3)])
@@ -122,7 +122,7 @@ def test_ones_own_error_is_raised_as_it_is(llm, monkeypatch):
     for _ in range(4):  # the other one is not lost: alone, it runs
         with pytest.raises(MemoryError, match="planted"):
             answers(llm, [[BAD], [5]])
-        if llm.engine._calls.requests:
+        if llm.engine.calls.requests:
             llm.generate([3], ONE, use_tqdm=False)
     assert [output["token_ids"] for _, output in other] == alone
     check_clean(llm)

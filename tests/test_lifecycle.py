@@ -241,7 +241,7 @@ def test_interrupts_at_any_point(llm, way):
         assert llm.is_finished()
         assert {index: whole(output) for index, output in others} == bystanders
         assert by_generate(llm) == expected
-        assert all_blocks_free(llm) and not llm.engine._calls.requests
+        assert all_blocks_free(llm) and not llm.engine.calls.requests
     assert num_raised > 12
 
 
@@ -279,7 +279,7 @@ def test_interrupts_while_an_error_is_mended(llm, way, monkeypatch):
             llm.step()
         assert {index: whole(output) for index, output in others} == bystanders
         assert by_generate(llm) == expected
-        assert all_blocks_free(llm) and not llm.engine._calls.requests
+        assert all_blocks_free(llm) and not llm.engine.calls.requests
 
 
 def frames_above():
@@ -324,7 +324,7 @@ def test_requests_whose_call_is_gone_are_dropped(llm):
     assert not all_blocks_free(llm)
     del call
     assert len(tokens(llm)) == 8
-    assert all_blocks_free(llm) and not llm.engine._calls.requests
+    assert all_blocks_free(llm) and not llm.engine.calls.requests
 
 
 def test_an_error_in_a_step_surfaces_and_a_dead_engine_says_so(folder, monkeypatch):

@@ -4,7 +4,10 @@ error."""
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 
+import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams
@@ -119,8 +122,6 @@ def test_cuda_without_a_gpu_is_refused(folder, monkeypatch):
 
 
 def test_dummy_weights_need_only_config_json(folder, tmp_path):
-    import shutil
-
     shutil.copy(f"{folder}/config.json", tmp_path)
     with LLM(tmp_path, load_format="dummy", device="cpu", dtype="float32") as llm:
         output = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)[0]
@@ -129,3 +130,87 @@ def test_dummy_weights_need_only_config_json(folder, tmp_path):
             llm.generate("text", use_tqdm=False)
     with pytest.raises(ValueError, match="no tokenizer could be loaded"):
         LLM(folder, device="cpu")
+
+
+def test_numbers_of_numpy_become_plain(folder):
+    numbers = dict(n=np.int64(2), top_k=np.int32(5), max_tokens=np.uint8(9), min_tokens=np.int8(1), seed=np.int64(-3))
+    params = SamplingParams(
+        **numbers,
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.9),
+        stop_token_ids=np.array([3, 4]),
+        logit_bias={np.int64(7): np.float32(1.5)},
+        logprobs=np.int64(1),
+    )
+    for f in dataclasses.fields(params):
+        assert type(getattr(params, f.name)) in (int, float, bool, tuple, dict, type(None)), f.name
+    assert params.stop_token_ids == (3, 4) and params.logit_bias == {7: 1.5} and type(params.temperature) is float
+    for name in numbers:
+        with pytest.raises(TypeError, match=name):
+            SamplingParams(**{name: np.True_})
+    options = dict(
+        max_num_seqs=np.int64(4), max_model_len=np.int32(64), seed=np.uint8(200), num_kvcache_blocks=np.int64(20)
+    )
+    with LLM(folder, device="cpu", skip_tokenizer_init=True, **options) as llm:
+        assert all(type(getattr(llm.config, name)) is int for name in options)
+        [output] = llm.generate([5, 6], params, use_tqdm=False)
+        assert len(output.outputs) == 2
+        plain = dataclasses.replace(params, seed=-3, temperature=0.5)
+        assert llm.generate([5, 6], plain, use_tqdm=False)[0]["token_ids"] == output["token_ids"]
+
+
+def test_settings_that_are_too_large_are_refused_or_capped(folder):
+    with pytest.raises(ValueError, match="n must be from 1 to 16384, got 10"):
+        SamplingParams(n=10**30)
+    huge = SamplingParams(max_tokens=10**30, top_k=10**30, truncate_prompt_tokens=10**30, logprobs=10**30)
+    with LLM(folder, device="cpu", skip_tokenizer_init=True, max_model_len=32, num_kvcache_blocks=20) as llm:
+        [output] = llm.generate([5, 6], dataclasses.replace(huge, ignore_eos=True), use_tqdm=False)
+        assert len(output["token_ids"]) == 30
+
+
+def test_other_names_of_a_dtype_and_no_max_model_len(folder):
+    import torch
+
+    for name, dtype in ((torch.bfloat16, "bfloat16"), ("half", "float16"), ("float", "float32")):
+        assert Config(model=folder, dtype=name).dtype == dtype
+    assert Config(model=folder, max_model_len=None).max_model_len == Config(model=folder).max_model_len
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        Config(model=folder, dtype=torch.int8)
+
+
+def test_a_max_model_len_that_is_cut_warns(folder, caplog):
+    Config(model=folder)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    Config(model=folder, max_model_len=10**6)
+    assert "max_model_len 1000000 is more than the model supports" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", 0), ("top_k", "many"), ("top_p", None)])
+def test_bad_advice_of_a_model_is_ignored(folder, tmp_path, caplog, name, value):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    advice = {"temperature": 0.5, "top_p": 0.9, "top_k": 7}
+    (tmp_path / "generation_config.json").write_text(json.dumps(advice | {name: value}))
+    del advice[name]
+    assert Config(model=str(tmp_path)).model_config.default_sampling == advice
+    assert value is None or (f"{name} must be" in caplog.text and "generation_config.json" in caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_hidden_layers", "2"),
+        ("num_hidden_layers", 0),
+        ("hidden_size", 0),
+        ("vocab_size", -5),
+        ("num_attention_heads", 2.0),
+        ("rms_norm_eps", "small"),
+        ("rms_norm_eps", -1),
+        ("layer_types", 5),
+    ],
+)
+def test_odd_values_in_config_json_are_named(folder, tmp_path, name, value):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be"):
+        Config(model=str(tmp_path))

@@ -48,7 +48,7 @@ def is_clean(llm: LLM) -> bool:
     engine = llm.engine
     return (
         all_blocks_free(llm)
-        and not engine._calls.requests
+        and not engine.calls.requests
         and not engine._dropped
         and not engine.gate._entries
         and not engine._dirty
@@ -270,7 +270,7 @@ def test_an_iterator_closed_in_the_middle_of_a_step(llm, expected, monkeypatch, 
 
     def close() -> None:
         left.close()
-        in_step.update(llm.engine._calls.requests)
+        in_step.update(llm.engine.calls.requests)
 
     at_step(llm, monkeypatch, 3, close)
     if way == "stream":

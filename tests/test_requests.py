@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
 from tests.reference import reference_greedy
@@ -274,3 +276,75 @@ def test_settings_beyond_what_the_device_counts(llm):
     """Allowed, since a filter that large is off: they must not fail in the middle of a run."""
     params = SamplingParams(top_k=2**40, temperature=1e300, max_tokens=4, ignore_eos=True, seed=1)
     assert len(llm.generate(PROMPT, params, use_tqdm=False)[0]["token_ids"]) == 4
+
+
+def test_arrays_and_tensors_as_prompts(llm):
+    def answers(prompts) -> list[list[int]]:
+        return [output.prompt_token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+    for make in (np.array, torch.tensor):
+        assert answers(make([5, 6, 7])) == [[5, 6, 7]]
+        assert answers([make([1, 2]), make([3])]) == [[1, 2], [3]]
+        assert answers([make([3]), make([1, 2])]) == [[3], [1, 2]]
+        assert answers(make([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+        assert answers([make(5), make(6)]) == answers(list(make([5, 6]))) == [[5, 6]]
+        with pytest.raises(TypeError):
+            answers(make([1.5, 2.5]))
+    assert answers(np.array(["a b", "c"])) == answers(["a b", "c"])
+
+
+def test_what_a_tokenizer_returns_is_a_prompt(llm):
+    text = "the cat sat"
+    ids = llm.tokenizer(text)["input_ids"]
+    for prompt in (llm.tokenizer(text), llm.tokenizer(text, return_tensors="pt"), [llm.tokenizer(text)]):
+        assert [o.prompt_token_ids for o in llm.generate(prompt, GREEDY, use_tqdm=False)] == [ids]
+    with pytest.raises(TypeError, match="token ids must be ints, got .*list"):
+        llm.generate(llm.tokenizer([text, text]), GREEDY, use_tqdm=False)
+    for prompt in (text, {"prompt": text}):
+        with pytest.raises(TypeError, match="requests must be an iterable of prompts, got one prompt, a"):
+            llm.generate_iter(prompt, GREEDY)
+
+
+def test_half_a_surrogate_pair(llm):
+    bad = "abc\ud800"
+    with pytest.raises(ValueError, match=r"request 1: character 3 of the text is half"):
+        llm.generate(["fine", bad], GREEDY, use_tqdm=False)
+    outputs = llm.generate(["fine", {"prompt": bad}], GREEDY, use_tqdm=False, on_error="return")
+    assert [output["finish_reason"] for output in outputs] == ["length", "error"]
+    assert "half of a surrogate pair" in outputs[1].error
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        llm.add_request(bad, GREEDY)
+    with pytest.raises(ValueError, match="request 0: character 3 of the text"):
+        llm.chat([{"role": "user", "content": bad}], GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        llm.generate("fine", dataclasses.replace(GREEDY, bad_words=[bad]), use_tqdm=False)
+    assert len(llm.generate("fine", dataclasses.replace(GREEDY, stop=bad), use_tqdm=False)) == 1  # never met
+
+
+def test_an_aborted_request_never_comes_out(llm):
+    """Though it had finished, and nobody had fetched it."""
+    short = dataclasses.replace(GREEDY, max_tokens=1)
+    ids = [llm.add_request([5 + i], short) for i in range(3)]
+    llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    llm.abort(ids[1])
+    llm.abort("nobody's")
+    assert not llm.is_finished()
+    assert [output.request_id for output in llm.step()] == [ids[0], ids[2]]
+    assert llm.is_finished()
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        dict(allowed_token_ids=[5, 6], logit_bias={5: float("-inf"), 6: float("-inf")}),
+        dict(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=2),
+        dict(logit_bias=dict.fromkeys(range(1000), float("-inf"))),
+    ],
+)
+def test_rules_that_leave_no_token(llm, rules):
+    vocab_size = llm.config.model_config.vocab_size
+    if len(rules.get("logit_bias", {})) > 2:
+        rules = dict(logit_bias=dict.fromkeys(range(vocab_size), float("-inf")))
+    message = "request 0: the request's rules .* leave no token to be output token 1"
+    with pytest.raises(RuntimeError, match=message):
+        llm.generate(PROMPT, dataclasses.replace(GREEDY, **rules), use_tqdm=False)

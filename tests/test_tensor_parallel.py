@@ -419,7 +419,7 @@ def children() -> list[int]:
     ("error", "message"), [("ValueError", "planted"), ("OSError", "planted"), ("SystemExit", "planted"), ("", "")]
 )
 def test_a_rank_that_does_not_start_is_named(folder, tmp_path, monkeypatch, error, message):
-    """One rank alone: the other waits for it in a collective call, and is ended. Its last words do not hide the first's."""
+    """One rank alone: the other waits for it in a collective call, and is ended. Its last words hide nothing."""
     script = f"""
 import sys, os
 if len(sys.argv) > 2 or True:

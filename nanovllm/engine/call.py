@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
 
 from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput
@@ -26,6 +25,10 @@ class Call:
         self.finished: deque[tuple[int, RequestOutput]] = deque()
         self.broken = False  # an exception came out of it: its requests are to be dropped
         self.lost: str | None = None  # why requests of it went without a result
+
+    def discard(self, request_id: str) -> None:
+        """Take back a result that nobody has fetched."""
+        self.finished = deque(item for item in self.finished if item[1].request_id != request_id)
 
     def check(self) -> None:
         """Raise a RuntimeError, once, if the engine was closed, or died, before it had all results."""
@@ -62,16 +65,12 @@ class Calls:
             call.finished.append((request.position, output))
         self.forget(request.request_id)
 
-    def lose(self, request_id: str, reason: str) -> None:
-        """Forget a request that will have no result, and let its caller know."""
-        call = self._call_of(request_id)
-        if call is not None:
-            call.lost = reason
-        self.forget(request_id)
-
     def lose_all(self, reason: str) -> None:
+        """Forget all requests, which will have no results, and let their callers know."""
         for request_id in list(self._calls):
-            self.lose(request_id, reason)
+            if (call := self._call_of(request_id)) is not None:
+                call.lost = reason
+            self.forget(request_id)
 
     def forget(self, request_id: str) -> Request | None:
         """Take a request out; an id that is not here is passed over."""
@@ -86,7 +85,7 @@ class Calls:
     def forget_dropped(self) -> None:
         """Take out the requests of broken calls, those without a caller, and those that are half gone already."""
         self.has_orphans = False
-        calls = set(self._living_calls())
+        calls = {call for reference in self._calls.values() if (call := reference()) is not None}
         delivered = {id(output.metrics) for call in calls for _, output in call.finished}
         for request_id in list(self._calls):
             call, request = self._call_of(request_id), self.requests.get(request_id)
@@ -99,8 +98,3 @@ class Calls:
     def _call_of(self, request_id: str) -> Call | None:
         reference = self._calls.get(request_id)
         return reference() if reference is not None else None
-
-    def _living_calls(self) -> Iterator[Call]:
-        for reference in self._calls.values():
-            if (call := reference()) is not None:
-                yield call

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import takewhile
 from threading import get_ident
 from types import FrameType
@@ -34,15 +35,13 @@ class EngineBusyError(RuntimeError):
     """The engine is in use, from another thread or further up the stack."""
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """Somebody who is in the engine, for as long as `frame` is being executed."""
 
-    __slots__ = ("frame", "thread", "kind")
-
-    def __init__(self, frame: FrameType, kind: str) -> None:
-        self.frame: FrameType | None = frame
-        self.thread = get_ident()
-        self.kind = kind
+    frame: FrameType | None
+    kind: str
+    thread: int = field(default_factory=get_ident)
 
 
 class Gate:
@@ -72,8 +71,8 @@ class Gate:
             raise EngineBusyError("an engine is used by one thread at a time, and another thread is using this one")
         if other.kind != CALL:
             raise EngineBusyError(
-                "the engine is in the middle of a step (or of sleep, wake_up or update_weights) and cannot be used "
-                "from inside it: only abort and close can be called there"
+                "the engine is in the middle of a step, or of sleep, wake_up or update_weights: only abort and close "
+                "can be called there"
             )
         return False
 
@@ -100,11 +99,11 @@ class Gate:
             time.sleep(POLL_SECONDS)
 
 
+@dataclass
 class Session:
     """A call that runs to its end: from its first request to its last result no other thread gets in."""
 
-    def __init__(self, engine: LLMEngine | ReplicatedEngine) -> None:
-        self.engine = engine
+    engine: LLMEngine | ReplicatedEngine
 
     def __enter__(self) -> None:
         self.entry = self.engine.gate.enter(sys._getframe(1), CALL)
@@ -114,6 +113,7 @@ class Session:
         self.engine.catch_up()
 
 
+@dataclass
 class Guard:
     """Run a change of the engine's state whole, or mend what an exception out of it left.
 
@@ -126,10 +126,10 @@ class Guard:
         kind: CHANGE or ABORT.
     """
 
-    def __init__(
-        self, engine: LLMEngine, call: Call | None, check: Callable[[], object] | None = None, kind: str = CHANGE
-    ) -> None:
-        self.engine, self.call, self.check, self.kind = engine, call, check, kind
+    engine: LLMEngine
+    call: Call | None = None
+    check: Callable[[], object] | None = None
+    kind: str = CHANGE
 
     def __enter__(self) -> None:
         self.entry = self.engine.gate.enter(sys._getframe(1), self.kind)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from nanovllm.engine.output_processor import error_output
-from nanovllm.engine.request import Limits, Request, split_prompt
+from nanovllm.engine.request import Limits, Request, check_text, split_prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -192,6 +192,8 @@ def _message(message: Any) -> dict[str, Any]:
     if "role" not in message:
         raise ValueError(f"a message needs a role, got the keys {sorted(map(str, message))}")
     content = message.get("content")
+    if isinstance(content, str):
+        check_text(content)
     if not isinstance(content, list | tuple):
         return dict(message)
     for part in content:

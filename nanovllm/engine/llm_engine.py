@@ -20,7 +20,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.call import Call, Calls
 from nanovllm.engine.executor import AnyExecutor
-from nanovllm.engine.guard import ABORT, EngineBusyError, Gate, Guard, Session
+from nanovllm.engine.guard import ABORT, EngineBusyError, Gate, Guard
 from nanovllm.engine.logprobs import collect_logprobs
 from nanovllm.engine.output_processor import OutputProcessor, error_output
 from nanovllm.engine.request import Limits, Request, Tokenizer, eos_token_ids, new_sequences, request_seed
@@ -30,8 +30,6 @@ from nanovllm.engine.suspects import Suspects
 from nanovllm.outputs import RequestOutput
 
 logger = logging.getLogger("nanovllm")
-
-MAX_CLOSE_SECONDS = 10.0  # that close() waits for another thread
 
 
 class LLMEngine:
@@ -49,7 +47,7 @@ class LLMEngine:
         self._finalizer = weakref.finalize(self, self.executor.close)  # also at exit
         self.num_kvcache_blocks = self.executor.num_kvcache_blocks
         self.scheduler = new_scheduler(config, self.num_kvcache_blocks, self.executor.block_size)
-        self.output_processor = OutputProcessor(tokenizer)
+        self.output_processor = OutputProcessor(tokenizer, config.model_config.vocab_size)
         self.limits = Limits(
             vocab_size=config.model_config.vocab_size,
             max_model_len=config.max_model_len,
@@ -58,10 +56,10 @@ class LLMEngine:
             tokenizer=tokenizer,
         )
         self.gate = Gate()
-        assert config.max_in_flight is not None
-        self._suspects = Suspects(config.max_in_flight)
+        self._suspects = Suspects(config.max_in_flight or 1)
         self._at_work: list[Sequence] = []  # whose error it is, if there is one now
-        self._calls = Calls()
+        self.calls = Calls()
+        self.loop_call = Call()  # of whoever turns the engine by hand
         self._dropped: deque[tuple[str, Call | None]] = deque()  # to be aborted; the call, so that it lives till then
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._ids = itertools.count()
@@ -85,7 +83,7 @@ class LLMEngine:
         requests = list(requests)
         added: list[tuple[str, Call | None]] = []
         try:
-            with self._guard(check=lambda: self._check_can_take(requests)):
+            with Guard(self, check=lambda: self._check_can_take(requests)):
                 call.broken = False  # an interrupt may have left it so; what it meant has been mended
                 for request in requests:
                     added.append((request.request_id, None))
@@ -100,7 +98,7 @@ class LLMEngine:
         if self.executor.weights_missing is not None:
             raise RuntimeError(self.executor.weights_missing)
         for request in requests:
-            if request.request_id in self._calls.requests:
+            if request.request_id in self.calls.requests:
                 raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
 
     def _submit(self, request: Request, call: Call) -> None:
@@ -108,7 +106,7 @@ class LLMEngine:
             request.ordinal = self._num_requests
             self._num_requests += 1
         request.seed = request_seed(request.params, self.config.seed, request.ordinal)
-        self._calls.add(request, call)
+        self.calls.add(request, call)
         self._admit(request)
 
     def _admit(self, request: Request) -> None:
@@ -123,22 +121,9 @@ class LLMEngine:
             self.output_processor.follow(seq, request)
         self.scheduler.add(first)
 
-    def holds(self, request_id: str) -> bool:
-        """Whether a request of this id has not finished."""
-        return request_id in self._calls.requests
-
-    @property
-    def expected_tokens(self) -> int:
-        """Of the requests in flight, about: what `Request.expected_tokens` says."""
-        return self._calls.expected_tokens
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._calls.requests or self._in_flight)
-
     def new_request_id(self) -> str:
         """A fresh id: the next number that no request in flight has for its name."""
-        while (request_id := str(next(self._ids))) in self._calls.requests:
+        while (request_id := str(next(self._ids))) in self.calls.requests:
             pass
         return request_id
 
@@ -158,7 +143,10 @@ class LLMEngine:
 
     def _abort_dropped(self) -> None:
         while self._dropped:
-            request = self._calls.forget(self._dropped[0][0])
+            request_id = self._dropped[0][0]
+            request = self.calls.forget(request_id)
+            if request is None:
+                self.loop_call.discard(request_id)
             for seq in reversed(request.seqs if request is not None else ()):  # the first last: it has the forks
                 self.scheduler.abort(seq)
             self._dropped.popleft()
@@ -189,9 +177,9 @@ class LLMEngine:
             RuntimeError: the engine is closed or dead, or work is waiting that can never run.
         """
         went_on = True
-        with self._guard(call):
+        with Guard(self, call):
             self._at_work = []
-            for request in self._suspects.released(self._calls.requests):
+            for request in self._suspects.released(self.calls.requests):
                 self._admit(request)
             step = self.scheduler.schedule()
             if step is not None:
@@ -217,17 +205,17 @@ class LLMEngine:
         self.scheduler.update(step, output)
         self._num_steps += 1
         self._num_generated_tokens += len(output.token_ids)
-        ended = self.output_processor.process(step, self._calls.requests)
+        ended = self.output_processor.process(step, self.calls.requests)
         if ended:
             self.scheduler.finish(ended)
             for request_id in dict.fromkeys(seq.request_id for seq in ended):
-                request = self._calls.requests[request_id]
+                request = self.calls.requests[request_id]
                 if request.is_finished:  # all its samples
                     self._deliver(request)
 
     def _deliver(self, request: Request) -> None:
         self._at_work = request.seqs
-        self._calls.deliver(request, self.output_processor.output(request))
+        self.calls.deliver(request, self.output_processor.output(request))
 
     def _drain(self) -> None:
         """Nothing left to schedule: collect what is in flight, so that every row and block is free again."""
@@ -237,15 +225,17 @@ class LLMEngine:
 
     # ---- when something breaks ----------------------------------------------------------------------------------
 
-    def session(self) -> Session:
-        """To be held by a call that runs to its end: meanwhile no other thread gets in."""
-        return Session(self)
-
-    def _guard(self, call: Call | None = None, check: Callable[[], object] | None = None) -> Guard:
-        return Guard(self, call, check)
-
     def begin_change(self, check: Callable[[], object] | None) -> None:
-        self._mend()
+        """First complete what an interrupt may have kept from being done at once."""
+        if self._closing:
+            self._shut()
+        self._check_alive()
+        if self._dirty or self.calls.has_orphans:
+            self._recover()
+            self._check_alive()
+        if self._dropped:
+            self._dirty = True
+            self.end_change()
         if check is not None:
             check()
         self._dirty = True
@@ -256,17 +246,15 @@ class LLMEngine:
 
     def break_change(self, call: Call | None, error: BaseException) -> bool:
         """Mend after an exception out of a change; `call`: whose turn it was. True: it need not see the error."""
-        is_for_call = True
+        is_for_call = call is None or not isinstance(error, Exception) or self._blame(call, error)
         if call is not None:
-            if isinstance(error, Exception):
-                is_for_call = self._blame(call, error)
             call.broken = is_for_call
         self._recover()
         return not is_for_call and self._dead is None
 
     def _blame(self, call: Call, error: Exception) -> bool:
         ids = dict.fromkeys(seq.request_id for seq in self._at_work)
-        requests = [self._calls.requests[request_id] for request_id in ids if request_id in self._calls.requests]
+        requests = [self.calls.requests[request_id] for request_id in ids if request_id in self.calls.requests]
         lost, is_for_call = self._suspects.blame(requests, call.pending)
         for request in lost:
             logger.warning("request %s is lost to an error in a step", request.request_id, exc_info=error)
@@ -275,30 +263,17 @@ class LLMEngine:
 
     def _lose(self, request: Request, error: Exception) -> None:
         """Give it the error for a result."""
-        reason = f"it was lost to {error!r}"
-        output = error_output(request.request_id, request.prompt, request.prompt_token_ids, reason)
+        output = error_output(request.request_id, request.prompt, request.prompt_token_ids, f"it was lost to {error!r}")
         output.metrics = request.metrics
-        self._calls.deliver(request, output)
+        self.calls.deliver(request, output)
 
     def catch_up(self) -> None:
         """Carry out what had to wait, unless somebody is in the engine, who does it then."""
         if self._closing:
             self.close()
         elif self._dropped:
-            with suppress(EngineBusyError), Guard(self, None, kind=ABORT):
+            with suppress(EngineBusyError), Guard(self, kind=ABORT):
                 pass
-
-    def _mend(self) -> None:
-        """Complete what an interrupt may have kept from being mended at once."""
-        if self._closing:
-            self._shut()
-        self._check_alive()
-        if self._dirty or self._calls.has_orphans:
-            self._recover()
-            self._check_alive()
-        if self._dropped:
-            self._dirty = True
-            self.end_change()
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -318,9 +293,9 @@ class LLMEngine:
             return
         self.scheduler.reset()
         self._abort_dropped()
-        self._calls.forget_dropped()
+        self.calls.forget_dropped()
         self._suspects.reset()
-        for request in sorted(self._calls.requests.values(), key=lambda request: not request.is_suspect):
+        for request in sorted(self.calls.requests.values(), key=lambda request: not request.is_suspect):
             try:
                 self._resume(request)
             except Exception as error:  # or it would come up again and again
@@ -341,7 +316,7 @@ class LLMEngine:
         self._dead = self._dead or reason
         self._in_flight.clear()
         self._dropped.clear()
-        self._calls.lose_all(self._dead)
+        self.calls.lose_all(self._dead)
 
     # ---- weights and memory -------------------------------------------------------------------------------------
 
@@ -349,7 +324,7 @@ class LLMEngine:
         """Give back the memory of weights, KV cache and graphs; see the LLM class."""
         if level not in (1, 2):
             raise ValueError(f"level must be 1 (weights go to the host) or 2 (weights are dropped), got {level!r}")
-        with self._guard(check=lambda: self._require_idle("sleep")):
+        with Guard(self, check=lambda: self.require_idle("sleep")):
             self._drain()
             self.scheduler.reset_prefix_cache()
             self._asleep = True  # from here on, so that an interrupt does not leave half an engine in use
@@ -357,14 +332,14 @@ class LLMEngine:
 
     def wake_up(self) -> None:
         """Take the memory again; see the LLM class."""
-        with self._guard():
+        with Guard(self):
             if self._asleep:
                 self.executor.wake_up()
                 self._asleep = False
 
     def update_weights(self, source: Any, update: Callable[[], None] | None = None) -> None:
         """Replace the weights in place; see the LLM class. `update` does it, where this engine's executor does not."""
-        with self._guard(check=lambda: self._require_idle("update_weights", awake=True)):
+        with Guard(self, check=lambda: self.require_idle("update_weights", awake=True)):
             self._drain()
             self.scheduler.reset_prefix_cache()
             if update is not None:
@@ -372,13 +347,9 @@ class LLMEngine:
             else:
                 self.executor.update_weights(source)
 
-    def check_idle(self, what: str) -> None:
-        """Raises RuntimeError if requests have not finished."""
-        with self._guard(check=lambda: self._require_idle(what)):
-            pass
-
-    def _require_idle(self, what: str, awake: bool = False) -> None:
-        if num_requests := len(self._calls.requests):
+    def require_idle(self, what: str, awake: bool = False) -> None:
+        """Raises RuntimeError if requests have not finished, or the engine is asleep and must not be."""
+        if num_requests := len(self.calls.requests):
             raise RuntimeError(
                 f"{what} needs an idle engine, and requests have not finished ({num_requests}): run them to their end, "
                 "or abort them"
@@ -390,7 +361,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests keep theirs."""
-        with self._guard():
+        with Guard(self):
             self.scheduler.reset_prefix_cache()
 
     def stats(self) -> dict[str, float]:
@@ -417,12 +388,12 @@ class LLMEngine:
         try:
             entry = self.gate.enter(sys._getframe(), ABORT)
         except EngineBusyError:
-            self.gate.wait_for_others(MAX_CLOSE_SECONDS)
-            return
-        try:
-            self._shut()
-        finally:
-            self.gate.leave(entry)
+            self.gate.wait_for_others(seconds=10.0)
+        else:
+            try:
+                self._shut()
+            finally:
+                self.gate.leave(entry)
 
     def _shut(self) -> None:
         self._die("the engine is closed")

@@ -24,9 +24,11 @@ class OutputProcessor:
 
     Args:
         tokenizer: None where there is none: text is then "".
+        vocab_size: of the model.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
         self.detokenizer = Detokenizer(tokenizer)
         self.logprobs = LogprobsBuilder(self.detokenizer)
 
@@ -61,19 +63,23 @@ class OutputProcessor:
         if request is not None and request.metrics.first_token_time is None:
             request.metrics.first_token_time = time.monotonic()
 
-    @staticmethod
-    def check_end(seq: Sequence, request: Request) -> bool:
+    def check_end(self, seq: Sequence, request: Request) -> bool:
         """Whether the newest token of `seq` ended it; sets its finish_reason."""
         if len(seq.token_ids) == seq.num_prompt_tokens:
             return False
         token_id = seq.token_ids[-1]
         if token_id < 0:
             seq.finish_reason = "error"
-            position = len(seq.token_ids) - seq.num_prompt_tokens
-            request.error = (
-                f"the logits of output token {position} are not finite (NaN or inf): the weights or the dtype do not "
-                "suit this prompt; dtype='float32' or 'bfloat16' has more range than 'float16'"
-            )
+            if request.rules_out_all(seq.token_ids[seq.num_prompt_tokens : -1], self.vocab_size):
+                request.error = (
+                    "the request's rules (logit_bias, allowed_token_ids, bad_words, min_tokens) leave no token to be "
+                    f"output token {seq.num_output_tokens}"
+                )
+            else:
+                request.error = (
+                    f"the logits of output token {seq.num_output_tokens} are not finite (NaN or inf): the weights or "
+                    "the dtype do not suit this prompt; dtype='float32' or 'bfloat16' has more range than 'float16'"
+                )
         elif token_id in request.end_ids:
             if token_id in (request.params.stop_token_ids or ()):
                 seq.stop_reason = token_id

@@ -23,7 +23,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.call import Call
 from nanovllm.engine.executor import AnyExecutor, RanksExecutor, start_executor, update_ranks
-from nanovllm.engine.guard import CHANGE, Gate, Session
+from nanovllm.engine.guard import CHANGE, Gate
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request, Tokenizer
 from nanovllm.outputs import RequestOutput
@@ -72,6 +72,9 @@ class ReplicatedEngine:
         self.num_kvcache_blocks = sum(engine.num_kvcache_blocks for engine in engines)
         self.limits = replace(engines[0].limits, pool_tokens=min(engine.limits.pool_tokens for engine in engines))
         self.gate = Gate()
+        self.loop_call = engines[0].loop_call
+        for engine in engines:
+            engine.loop_call = self.loop_call
         self._ids = itertools.count()
         self._ordinals = itertools.count()
         executor = engines[0].executor
@@ -87,9 +90,6 @@ class ReplicatedEngine:
         finally:
             self.gate.leave(entry)
 
-    def session(self) -> Session:
-        return Session(self)
-
     def catch_up(self) -> None:
         for engine in self.engines:
             engine.catch_up()
@@ -102,7 +102,7 @@ class ReplicatedEngine:
         return request_id
 
     def _holds(self, request_id: str) -> bool:
-        return any(engine.holds(request_id) for engine in self.engines)
+        return any(request_id in engine.calls.requests for engine in self.engines)
 
     def submit(self, requests: Iterable[Request], call: Call) -> None:
         requests = list(requests)
@@ -118,7 +118,7 @@ class ReplicatedEngine:
 
     def _deal(self, requests: Sequence[Request]) -> list[list[Request]]:
         """Each engine's, in the order of the call: prompts that begin alike often follow each other."""
-        loads = [engine.expected_tokens for engine in self.engines]
+        loads = [engine.calls.expected_tokens for engine in self.engines]
         owner: dict[int, int] = {}
         for index in sorted(range(len(requests)), key=lambda index: -requests[index].expected_tokens):
             owner[index] = loads.index(min(loads))
@@ -154,7 +154,7 @@ class ReplicatedEngine:
         """Have every engine that can go on do so; if none can, wait until something has come of a step."""
         with self._inside():
             self._arrived.clear()  # before they look: what comes after that ends the wait
-            busy = [engine for engine in self.engines if engine.has_work]
+            busy = [engine for engine in self.engines if engine.calls.requests]
             went_on = [engine.turn(call, may_wait=False) for engine in busy]
             if busy and not any(went_on):
                 self._arrived.wait(POLL_SECONDS)
@@ -167,7 +167,7 @@ class ReplicatedEngine:
                 act(engine)
 
     def sleep(self, level: int) -> None:
-        self._each(lambda engine: engine.check_idle("sleep"))
+        self._each(lambda engine: engine.require_idle("sleep"))
         self._each(lambda engine: engine.sleep(level))
 
     def wake_up(self) -> None:

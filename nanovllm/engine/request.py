@@ -61,6 +61,16 @@ class Request:
         """All its samples have ended."""
         return bool(self.seqs) and all(seq.finish_reason is not None for seq in self.seqs)
 
+    def rules_out_all(self, output: list[int], vocab_size: int) -> bool:
+        """Whether its rules leave no token to follow `output`."""
+        params = self.params
+        banned = {token_id for token_id, bias in (params.logit_bias or {}).items() if bias == float("-inf")}
+        banned |= {last for *first, last in self.bad_word_ids if output[len(output) - len(first) :] == first}
+        if len(output) < params.min_tokens:
+            banned |= set(self.end_ids)
+        allowed = set(range(vocab_size)) if params.allowed_token_ids is None else set(params.allowed_token_ids)
+        return allowed <= banned
+
 
 def _mix(a: int, b: int) -> int:
     """A 64-bit hash of two integers (the finalizer of splitmix64, Steele et al. 2014)."""
@@ -116,14 +126,16 @@ def eos_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
 
 
 def is_single_prompt(prompts: Any) -> bool:
-    """Whether `prompts` is one bare prompt: a string, a dict, or a flat list of ints."""
+    """Whether `prompts` is one bare prompt: a string, a dict, or a flat list, array or tensor of ints."""
     if isinstance(prompts, str | Mapping):
         return True
-    return isinstance(prompts, list | tuple) and len(prompts) > 0 and _is_int(prompts[0])
+    is_flat = isinstance(prompts, list | tuple) or getattr(prompts, "ndim", 0) == 1
+    return is_flat and len(prompts) > 0 and _is_int(next(iter(prompts)))
 
 
 def _is_int(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    """An int, or an array or tensor of no dimension; others have __index__ too."""
+    return hasattr(value, "__index__") and not isinstance(value, bool) and getattr(value, "ndim", 0) == 0
 
 
 def split_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
@@ -131,21 +143,38 @@ def split_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
 
     Raises:
         TypeError: no form of a prompt.
-        ValueError: a dict without "prompt" and "prompt_token_ids".
+        ValueError: a dict without "prompt" and "prompt_token_ids", or text that is no text.
     """
     if isinstance(prompt, str):
-        return prompt, None
+        return check_text(prompt), None
     if isinstance(prompt, Mapping):
         if prompt.get("prompt_token_ids") is not None:
             return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
+        if prompt.get("input_ids") is not None:
+            return prompt.get("prompt"), _only_row(prompt["input_ids"])
         if prompt.get("prompt") is None:
             raise ValueError(
                 f'a dict prompt needs "prompt" or "prompt_token_ids", got the keys {sorted(map(str, prompt))}'
             )
         if not isinstance(prompt["prompt"], str):
             raise TypeError(f'"prompt" must be a str, got {type(prompt["prompt"]).__name__}')
-        return prompt["prompt"], None
+        return check_text(prompt["prompt"]), None
     return None, _token_ids(prompt)
+
+
+def check_text(text: str) -> str:
+    """The text. Raises ValueError for half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} of the text is half of a surrogate pair") from None
+    return text
+
+
+def _only_row(ids: Any) -> list[int]:
+    """The ids of one text in what a tokenizer, or its chat template, returns: a flat list, or a list of one."""
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    return _token_ids(ids[0] if len(ids) == 1 and isinstance(ids[0], list | tuple) else ids)
 
 
 def _token_ids(ids: Any) -> list[int]:
@@ -214,7 +243,7 @@ class Limits:
         """Each word as the tokens that it is at the start of a text and behind a space."""
         if self.tokenizer is None:
             raise ValueError("bad_words need a tokenizer, and this engine has none: use logit_bias on token ids")
-        texts = [space + word.lstrip() for word in words for space in ("", " ")]
+        texts = [space + check_text(word).lstrip() for word in words for space in ("", " ")]
         found: dict[tuple[int, ...], None] = {}
         for text, token_ids in zip(texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
             if not token_ids:

@@ -385,7 +385,6 @@ class Scheduler:
 
 def new_scheduler(config: Config, num_blocks: int, block_size: int) -> Scheduler:
     """The scheduler of an engine whose pool has so many blocks."""
-    assert config.max_in_flight is not None
     return Scheduler(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -393,5 +392,5 @@ def new_scheduler(config: Config, num_blocks: int, block_size: int) -> Scheduler
         num_blocks=num_blocks,
         block_size=block_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        max_in_flight=config.max_in_flight,
+        max_in_flight=config.max_in_flight or 1,
     )
