@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: float32 tokens as one GPU gives them, half precision near the reference's best, graphs, memory.
+"""Two ranks on two GPUs: float32 tokens as one GPU gives them, half precision near the best, graphs, memory.
 
 Sums run through symmetric memory where the machine has it, else through NCCL; these tests hold for both.
 """
