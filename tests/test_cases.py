@@ -404,7 +404,11 @@ def test_a33_every_batch_size_has_a_graph(max_num_seqs):
     assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs
     graphs = CudaGraphs(max_num_seqs, NotImplemented, NotImplemented)
     padded = [graphs.padded_size(num_rows) for num_rows in range(1, max_num_seqs + 1)]
-    assert all(size in sizes and 0 <= size - num_rows < 16 for num_rows, size in enumerate(padded, start=1))
+    most = [8 if size <= 128 else 16 if size <= 256 else 32 for size in padded]
+    assert all(
+        size in sizes and 0 <= size - num_rows < limit
+        for num_rows, (size, limit) in enumerate(zip(padded, most, strict=True), start=1)
+    )
 
 
 MANY = [[5 + seed, 7 + seed % 3] for seed in range(100)]

@@ -180,7 +180,8 @@ def future_imports(path: Path) -> set[tuple[str, str]]:
 
 
 def test_no_exception_is_swallowed_around_the_engine() -> None:
-    """`except:` and `except (Base)Exception` only with a `raise` in them; probing of optional packages apart."""
+    """`except:` and `except (Base)Exception` only with a `raise`, or the process's end, in them; probing of optional
+    packages apart."""
     problems = []
     for path in FILES:
         if part_of(module_name(path)) not in {"llm", "engine", "worker", "models", "layers", "kernels"} | LEAVES:
@@ -189,7 +190,8 @@ def test_no_exception_is_swallowed_around_the_engine() -> None:
             if isinstance(node, ast.ExceptHandler):
                 caught = "" if node.type is None else ast.unparse(node.type)
                 broad = node.type is None or "BaseException" in caught or caught.split(".")[-1] == "Exception"
-                if broad and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
+                ends = any(isinstance(each, ast.Raise) or "os._exit" in ast.unparse(each) for each in ast.walk(node))
+                if broad and not ends:
                     problems.append(f"{path.relative_to(ROOT)}:{node.lineno}: catches everything and goes on")
     assert not problems, broken(problems)
 
@@ -226,9 +228,10 @@ def test_readme_lists_every_option_with_its_default() -> None:
     assert listed == options
 
 
-def test_readme_names_every_sampling_parameter() -> None:
+def test_readme_lists_every_sampling_parameter_with_its_default() -> None:
     from nanovllm import SamplingParams
 
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("### SamplingParams")[1].split("\n## ")[0]
-    missing = [f.name for f in fields(SamplingParams) if f"`{f.name}`" not in section]
-    assert not missing
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in section.splitlines() if line.startswith("| `")]
+    listed = {name.strip(" `"): ast.literal_eval(default) for names, default in rows for name in names.split(",")}
+    assert listed == {f.name: f.default for f in fields(SamplingParams)}

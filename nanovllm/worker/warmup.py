@@ -108,7 +108,7 @@ def step_calls(
 ) -> list[Callable[[], object]]:
     """The kernels around the model: updates, inputs, rope and store, decodes of one, few and so many rows, advance."""
     heads, kv_heads = local_heads(config.num_heads, config.num_kv_heads, tp_size)
-    head_dim = config.head_dim
+    head_dim, few = config.head_dim, 2 * NUM_ROWS  # too many for dependent launch
     cache = torch.zeros(2, backend.block_size, kv_heads, head_dim, dtype=dtype, device=device)
     cos_sin = torch.zeros(2 * NUM_ROWS, head_dim, device=device)
 
@@ -149,7 +149,6 @@ def step_calls(
         advance(ints(NUM_ROWS), starts, NUM_ROWS, ints(NUM_ROWS), ints(NUM_ROWS, 64), counts[0], counts[1])
 
     updates = partial(scatter_updates, ints(64), ints(64), 1, 1)
-    few = 2 * NUM_ROWS  # too many for dependent launch
     calls = [partial(decode, num) for num in dict.fromkeys((max_num_seqs, min(few, max_num_seqs), 1))]
     return [
         *calls,
