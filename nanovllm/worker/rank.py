@@ -115,7 +115,7 @@ class Rank:
     def _answer(self, kind: str, payload: Any, ticket: int) -> None:
         try:
             answer = ("done", self._carry_out(kind, payload), ticket, self.runner.weights.missing)
-        except (ValueError, TypeError, RuntimeError, OSError) as error:
+        except (ValueError, TypeError, RuntimeError, OSError, MemoryError) as error:
             answer = ("error", error, ticket, self.runner.weights.missing)
         self.send(answer)
 
