@@ -368,17 +368,17 @@ def test_interrupts_leave_a_usable_engine(ranked, folder, expected):
     ranked.generate(*work, use_tqdm=False)
     duration = time.monotonic() - started
     num_raised = 0
-    for _ in range(16):
+    for _ in range(12):
         try:
             with Alarm(rng.uniform(0.0005, duration)):
                 ranked.generate(*work, use_tqdm=False)
         except KeyboardInterrupt:
             num_raised += 1
         assert is_usable(ranked, folder)
-    assert num_raised > 4
+    assert num_raised > 3
     assert_equal(answers(ranked, *work), expected[3:])
     weights = load_file(folder / "model.safetensors")
-    for trial in range(12):
+    for trial in range(8):
         act = [
             lambda: ranked.update_weights(weights),
             lambda: ranked.update_weights(folder),
@@ -582,6 +582,33 @@ def test_an_interrupt_while_ranks_start_leaves_none(folder):
     assert children() == before
 
 
+def test_an_interrupt_while_copies_start_leaves_none(folder):
+    before = children()
+    with pytest.raises(KeyboardInterrupt), Alarm(0.8):
+        LLM(folder, **(OPTIONS | dict(data_parallel_size=2)))
+    assert children() == before
+
+
+def test_a_rank_that_wakes_up_to_too_little_memory(folder, monkeypatch):
+    """None of them keeps any, none waits for it, and it can be tried again."""
+    with in_threads(folder, 2, monkeypatch) as llm:
+        llm.sleep(level=1)
+        poor = llm.engine.executor.runners[1]
+
+        def fail() -> None:
+            raise MemoryError("planted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(poor, "_new_kv_cache", fail)
+            with pytest.raises((MemoryError, RuntimeError), match="planted|another rank has too little memory"):
+                llm.wake_up()
+        assert all(runner.kv_cache is None for runner in llm.engine.executor.runners)
+        with pytest.raises(RuntimeError, match="asleep"):
+            llm.generate(PROMPT, GREEDY, use_tqdm=False)
+        llm.wake_up()
+        assert is_usable(llm, folder)
+
+
 def test_a54_a_rank_holds_its_part_of_the_weights(at_start, tmp_path, monkeypatch):
     """At no time more than that and one tensor, in memory of its own: pages of the mapped file come and go. In float16,
     of which no packed copies are made."""
@@ -601,9 +628,11 @@ def test_a54_a_rank_holds_its_part_of_the_weights(at_start, tmp_path, monkeypatc
     monkeypatch.setattr(Ranks, "_spawn", spawn_noted)
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(LLM, folder, **(TINY | dict(dtype="float16")))
-        while not starting.done():
+        done = False
+        while not done:
             time.sleep(0.005)
-            for pid in list(peaks):
+            done = starting.done()
+            for pid in list(peaks):  # at the end, too
                 with contextlib.suppress(OSError):
                     peaks[pid] = max(peaks[pid], anonymous_bytes(pid))
         starting.result().close()

@@ -20,7 +20,7 @@ from nanovllm.config import Config
 from nanovllm.messages import SchedulerOutput
 from nanovllm.worker.model_runner import ModelRunner
 
-PATIENCE = 60.0  # seconds that a rank waits for the others
+PATIENCE = 20.0  # seconds that a rank waits for the others
 
 
 class Meeting:
@@ -102,18 +102,11 @@ class ThreadsExecutor:
         self.block_size = self.runners[0].block_size
 
     def _on_all(self, call: Callable[[int], Any]) -> list[Any]:
-        def guarded(rank: int) -> Any:
-            try:
-                return call(rank)
-            except BaseException:
-                self.meeting.barrier.abort()  # nobody waits for it
-                raise
-
-        futures = [self.pool.submit(guarded, rank) for rank in range(len(self.groups))]
+        if self.meeting.barrier.broken:
+            self.meeting.barrier.reset()
+        futures = [self.pool.submit(call, rank) for rank in range(len(self.groups))]
         errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in errors:
-            if not isinstance(error, threading.BrokenBarrierError):
-                raise error
+        errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))  # it says the least
         if errors:
             raise errors[0]
         return [future.result() for future in futures]

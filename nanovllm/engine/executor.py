@@ -23,6 +23,8 @@ from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.output_ring import PendingOutput
 from nanovllm.worker.weights import Source, check_pair
 
+REPORTED = (ValueError, TypeError, RuntimeError, OSError, MemoryError)  # by a rank, which goes on
+
 
 def start_executor(config: Config, first_device: int = 0, arrived: Event | None = None) -> AnyExecutor:
     """What runs one copy of the model: one GPU's in this process, several GPUs' in processes of their own.
@@ -154,8 +156,8 @@ class RanksExecutor:
         """Have every rank do something, behind the steps in flight; its answers, by rank.
 
         Raises:
-            ValueError, TypeError, RuntimeError, OSError: what a rank raised; a RuntimeError too when one has failed or
-                died.
+            ValueError, TypeError, RuntimeError, OSError, MemoryError: what a rank raised; a RuntimeError too when one
+                has failed or died.
         """
         return self.answers(self.begin(kind, payload))
 
@@ -231,7 +233,7 @@ def update_ranks(executors: list[RanksExecutor], source: Source) -> None:
     except BaseException as error:
         for executor in executors:
             executor.ranks.send("tensors_end", f"the source of the weights failed with {error!r}")
-        with contextlib.suppress(ValueError, TypeError, RuntimeError, OSError):  # the source's own failure says more
+        with contextlib.suppress(*REPORTED):  # the source's own failure says more
             _all_answers(executors, tickets)
         raise
     for executor in executors:
@@ -251,7 +253,7 @@ def _all_answers(executors: list[RanksExecutor], tickets: list[int]) -> None:
     for executor, ticket in zip(executors, tickets, strict=True):
         try:
             executor.answers(ticket)
-        except (ValueError, TypeError, RuntimeError, OSError) as error:
+        except REPORTED as error:
             errors.append(error)
     if errors:
         raise errors[0]

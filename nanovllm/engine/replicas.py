@@ -15,7 +15,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -41,18 +41,17 @@ def start_executors(config: Config) -> list[AnyExecutor]:
     if len(configs) == 1:
         return [start_executor(config)]
     arrived = threading.Event()
-    with ThreadPoolExecutor(len(configs), "start") as pool:
-        starts = [
-            pool.submit(start_executor, each, index * config.tensor_parallel_size, arrived)
-            for index, each in enumerate(configs)
-        ]
-    executors = [start.result() for start in starts if start.exception() is None]
-    for start in starts:
-        if start.exception() is not None:
-            for executor in executors:
-                executor.close()
-            start.result()
-    return executors
+    starts: list[Future[AnyExecutor]] = []
+    try:
+        with ThreadPoolExecutor(len(configs), "start") as pool:
+            for index, each in enumerate(configs):
+                starts.append(pool.submit(start_executor, each, index * config.tensor_parallel_size, arrived))
+        return [start.result() for start in starts]
+    except BaseException:  # an interrupt, or what the first that failed has raised
+        for start in starts:
+            if start.exception() is None:  # waits for it
+                start.result().close()
+        raise
 
 
 def build_engine(

@@ -351,7 +351,7 @@ class ModelRunner:
             self.logits.untyped_storage().resize_(self.logits.numel() * self.logits.element_size())
             if self.kv_cache is None:
                 self._new_kv_cache()
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             if self.group is not None:
                 self.group.all_succeed(False)
             raise

@@ -13,6 +13,7 @@ each of the others but "idle"; behind an "error" it goes on. The last one is ("f
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -37,6 +38,12 @@ class Rank:
         self.connection = connection
         self._unread: list[tuple[str, Any, int]] = []
         self._in_flight: Queue[Any] = Queue()
+        self._sending = threading.Lock()
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        """To the driver, whole: when one thread fails, the other may be in the middle of a message."""
+        with self._sending:
+            self.connection.send(message)
 
     def _next(self) -> tuple[str, Any, int]:
         return self._unread.pop() if self._unread else self.connection.recv()
@@ -86,15 +93,15 @@ class Rank:
                 _, port, _ = self._next()
             store = open_store(port)
             if rank == 0:
-                self.connection.send(("port", store.port))
+                self.send(("port", store.port))
             group = RankGroup(rank, size, store, device)
         self.is_first = rank == 0
         self.runner = ModelRunner(config, group)
-        threading.Thread(target=end_on_failure, args=(self.connection, self._collect), daemon=True).start()
+        threading.Thread(target=run_to_the_end, args=(self.send, self._collect), daemon=True).start()
         logging.getLogger("nanovllm").removeHandler(handler)
         resolved = {name: getattr(config, name) for name in RESOLVED}
         told = [(record.levelno, record.getMessage()) for record in records] if self.is_first else []
-        self.connection.send(("started", resolved, told))
+        self.send(("started", resolved, told))
 
     def _collect(self) -> None:
         """The collecting thread: a step's end and the next plan may come in any order. It alone sends while steps are
@@ -102,15 +109,15 @@ class Rank:
         while True:
             output = self._in_flight.get().wait()
             if self.is_first:
-                self.connection.send(("output", output, self.runner.stats()))
+                self.send(("output", output, self.runner.stats()))
             self._in_flight.task_done()
 
     def _answer(self, kind: str, payload: Any, ticket: int) -> None:
         try:
             answer = ("done", self._carry_out(kind, payload), ticket, self.runner.weights.missing)
-        except (ValueError, TypeError, RuntimeError, OSError) as error:
+        except (ValueError, TypeError, RuntimeError, OSError, MemoryError) as error:
             answer = ("error", error, ticket, self.runner.weights.missing)
-        self.connection.send(answer)
+        self.send(answer)
 
     def _carry_out(self, kind: str, payload: Any) -> Any:
         runner = self.runner
@@ -164,20 +171,20 @@ class Collector(logging.Handler):
         self.records.append(record)
 
 
-def end_on_failure(connection: Connection, run: Callable[[], object]) -> None:
-    """Run; an exception ends the process, once the driver has been told."""
+def run_to_the_end(send: Callable[[tuple[Any, ...]], None], run: Callable[[], object]) -> None:
+    """Run, then end the process; the driver is told of an exception."""
+    code = 1
     try:
         run()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(1)  # the driver is gone
+        code = 0
     except BaseException as error:
         kind, cause = ("refused", error.__cause__) if isinstance(error, Refusal) else ("failed", error)
-        text = "".join(traceback.format_exception(cause))
-        try:
-            connection.send((kind, text, time.monotonic()))
-        finally:
+        send((kind, "".join(traceback.format_exception(cause)), time.monotonic()))
+        raise
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # it may be closed
             sys.stdout.flush()
-            os._exit(1)  # not through destructors that wait for other ranks
+        os._exit(code)  # not through destructors that wait for other ranks
 
 
 def _end_with(parent: int) -> None:
@@ -192,8 +199,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     connection = Connection(int(sys.argv[1]))
     threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
-    end_on_failure(connection, Rank(connection).run)
-    os._exit(0)
+    rank = Rank(connection)
+    run_to_the_end(rank.send, rank.run)
 
 
 if __name__ == "__main__":
