@@ -36,11 +36,13 @@ def main() -> None:
         start = time.perf_counter()
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=args.max_tokens))
         seconds = time.perf_counter() - start
+        where = f"{llm.config.device}, {llm.config.dtype}"
 
     for question, output in zip(QUESTIONS, outputs, strict=True):
         print(f"\nPrompt:     {question}\nCompletion: {output['text'].strip()}\nFinished:   {output['finish_reason']}")
     num_tokens = sum(len(output["token_ids"]) for output in outputs)
-    print(f"\n{len(outputs)} answers, {num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s")
+    speed = f"{num_tokens / seconds:.0f} tokens/s ({where})"
+    print(f"\n{len(outputs)} answers, {num_tokens} tokens in {seconds:.2f} s: {speed}")
 
 
 if __name__ == "__main__":

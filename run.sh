@@ -40,7 +40,7 @@ ensure_environment() {
     else
         cp "$ROOT/constraints.txt" "$constraints"
     fi
-    "$VENV/bin/python" -m pip install -c "$constraints" --config-settings editable_mode=compat -e "$ROOT[test]" >&2
+    "$VENV/bin/python" -m pip install -q -c "$constraints" --config-settings editable_mode=compat -e "$ROOT[test]" >&2
     echo "$wanted" >"$VENV/installed"
 }
 

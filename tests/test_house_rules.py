@@ -226,9 +226,10 @@ def test_readme_lists_every_option_with_its_default() -> None:
     assert listed == options
 
 
-def test_readme_names_every_sampling_parameter() -> None:
+def test_readme_lists_every_sampling_parameter_with_its_default() -> None:
     from nanovllm import SamplingParams
 
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("### SamplingParams")[1].split("\n## ")[0]
-    missing = [f.name for f in fields(SamplingParams) if f"`{f.name}`" not in section]
-    assert not missing
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in section.splitlines() if line.startswith("| `")]
+    listed = {name.strip(" `"): ast.literal_eval(default) for names, default in rows for name in names.split(",")}
+    assert listed == {f.name: f.default for f in fields(SamplingParams)}
