@@ -41,10 +41,8 @@ def main() -> None:
     for question, output in zip(QUESTIONS, outputs, strict=True):
         print(f"\nPrompt:     {question}\nCompletion: {output['text'].strip()}\nFinished:   {output['finish_reason']}")
     num_tokens = sum(len(output["token_ids"]) for output in outputs)
-    print(
-        f"\n{len(outputs)} answers, {num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s "
-        f"({where})"
-    )
+    speed = f"{num_tokens / seconds:.0f} tokens/s ({where})"
+    print(f"\n{len(outputs)} answers, {num_tokens} tokens in {seconds:.2f} s: {speed}")
 
 
 if __name__ == "__main__":
