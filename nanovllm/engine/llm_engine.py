@@ -229,10 +229,10 @@ class LLMEngine:
         """First complete what an interrupt may have kept from being done at once."""
         if self._closing:
             self._shut()
-        self._check_alive()
+        self.check_alive()
         if self._dirty or self.calls.has_orphans:
             self._recover()
-            self._check_alive()
+            self.check_alive()
         if self._dropped:
             self._dirty = True
             self.end_change()
@@ -275,7 +275,8 @@ class LLMEngine:
             with suppress(EngineBusyError), Guard(self, kind=ABORT):
                 pass
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises RuntimeError if the engine is closed or dead."""
         if self._dead is not None:
             raise RuntimeError(self._dead)
 
@@ -342,10 +343,8 @@ class LLMEngine:
         with Guard(self, check=lambda: self.require_idle("update_weights", awake=True)):
             self._drain()
             self.scheduler.reset_prefix_cache()
-            if update is not None:
-                update()
-            else:
-                self.executor.update_weights(source)
+            apply = update or (lambda: self.executor.update_weights(source))
+            apply()
 
     def require_idle(self, what: str, awake: bool = False) -> None:
         """Raises RuntimeError if requests have not finished, or the engine is asleep and must not be."""

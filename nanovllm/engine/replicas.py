@@ -106,6 +106,8 @@ class ReplicatedEngine:
     def submit(self, requests: Iterable[Request], call: Call) -> None:
         requests = list(requests)
         with self._inside():
+            for engine in self.engines:
+                engine.check_alive()  # without one of them, who is served would be chance
             for request in requests:
                 if self._holds(request.request_id):
                     raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
