@@ -86,8 +86,8 @@ class _Case:
         self.block_table = torch.arange(2 * blocks_per_seq, 0, -1, dtype=torch.int32, device=device).view(2, -1)
         cache_shape = (2 * blocks_per_seq + 1, block_size, spec.num_kv_heads, spec.head_dim)
         self.k_cache, self.v_cache = normal(*cache_shape), normal(*cache_shape)
-        # Behind a sequence's end lies what others left, which may be NaN: a kernel that multiplies it by a probability of
-        # zero would hand one request's broken numbers to the next (flash-attn 3 does, over pages).
+        # Behind a sequence's end lies what others left, which may be NaN: a kernel that multiplies it by a probability
+        # of zero would hand one request's broken numbers to the next (flash-attn 3 does, over pages).
         for cache in (self.k_cache, self.v_cache):
             for blocks, seq_len in zip(self.block_table.long(), (40, 21), strict=True):
                 slots = (blocks[:, None] * block_size + torch.arange(block_size, device=device)).flatten()
