@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -235,13 +236,18 @@ def test_they_stay_with_a_request_that_outlives_an_exception(folder, monkeypatch
 
         with monkeypatch.context() as patch:
             patch.setattr(owner, place, failing)
-            with pytest.raises(interrupt, match="planted"):
+            # a step of the survivor alone is its own fault
+            is_its_own = failing_call == 2 and interrupt is RuntimeError and place != "schedule"
+            with nullcontext() if is_its_own else pytest.raises(interrupt, match="planted"):
                 llm.generate([[5, 6, 7]] * 2, params, use_tqdm=False)
         outputs = []
         while not llm.is_finished():
             outputs += llm.step()
     assert [output.request_id for output in outputs] == [survivor]
-    check_output(folder, outputs[0], params)
+    if is_its_own:
+        assert outputs[0].error == "it was lost to RuntimeError('planted')"
+    else:
+        check_output(folder, outputs[0], params)
 
 
 def test_decoded_tokens(folder, llm):
