@@ -10,6 +10,7 @@ from torch.nn import functional
 from nanovllm.kernels.packed_linear import MAX_PACKED_ROWS, can_pack, linear, pack
 from nanovllm.layers.embedding import Embedding, LMHead
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.parallel import SINGLE
 from nanovllm.worker import weights
 
 CPU = torch.device("cpu")
@@ -54,8 +55,11 @@ def test_what_is_not_packed() -> None:
 
 def make_model() -> nn.ModuleList:
     """An embedding, a layer and the output layer, tied to the former."""
-    embedding = Embedding(50, 16, torch.float32, CPU)
-    layers = [Linear(16, 16, False, torch.float32, CPU, "output"), LMHead(50, 16, torch.float32, CPU, embedding)]
+    embedding = Embedding(50, 16, torch.float32, CPU, SINGLE)
+    layers = [
+        Linear(16, 16, False, torch.float32, CPU, "output", SINGLE),
+        LMHead(50, 16, torch.float32, CPU, SINGLE, embedding),
+    ]
     model = nn.ModuleList([embedding, *layers])
     for parameter in model.parameters():
         nn.init.normal_(parameter)
