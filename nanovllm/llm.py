@@ -86,6 +86,8 @@ class LLM:
                 finite; or the device failed, or the engine is in use.
         """
         _check_on_error(on_error)
+        if not isinstance(prompts, Iterable):
+            raise TypeError(f"prompts must be a prompt or a list of prompts, got {prompts!r}")
         batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
         params = params_list(self._or_default(sampling_params), len(batch))
         outputs: list[RequestOutput | None] = [None] * len(batch)
@@ -291,6 +293,8 @@ class LLM:
         An id that is not here is passed over. May be called from anywhere, at any time: from another thread, a signal
         handler or a callback, in the middle of a step too, at whose end it takes effect.
         """
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {request_id!r} ({type(request_id).__name__})")
         self.engine.abort([request_id])
 
     def is_finished(self) -> bool:

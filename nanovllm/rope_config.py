@@ -49,6 +49,8 @@ def read_rope_config(config: Mapping[str, Any], max_positions: int) -> tuple[Rop
         ValueError: a rope type, a partial rotation or a layout that is not supported, or a field that its type lacks.
     """
     given: dict[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"rope_scaling or rope_parameters must be a dict, got {given!r}")
     if any(isinstance(value, dict) for value in given.values()):
         raise ValueError(
             f"rope_parameters per layer kind ({', '.join(given)}) are not supported; one set for all layers is"
@@ -60,6 +62,8 @@ def read_rope_config(config: Mapping[str, Any], max_positions: int) -> tuple[Rop
     if partial is not None and partial != 1:
         raise ValueError(f"partial_rotary_factor={partial} is not supported; allowed: 1.0")
     theta = given.get("rope_theta", config.get("rope_theta"))
+    if theta is not None and (isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0):
+        raise ValueError(f"rope_theta must be a positive number, got {theta!r}")
     theta = 10000.0 if theta is None else float(theta)
     if rope_type == "default":
         return RopeConfig(theta=theta), max_positions

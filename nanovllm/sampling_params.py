@@ -14,6 +14,7 @@ from numbers import Integral, Real
 GREEDY_TEMPERATURE = 1e-5  # below this, dividing by the temperature would overflow: the row is greedy
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _INTS = ("n", "top_k", "max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+MIN_FLOAT32, MAX_FLOAT32 = 2.0**-126, 3.4028234663852886e38  # what sampling computes in
 MAX_SAMPLES = 16384  # of one prompt; as in vLLM
 
 
@@ -32,7 +33,10 @@ def _check_real(name: str, value: object, ok: bool, allowed: str) -> None:
 def _real(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be within the range of a float, got {value}") from None
 
 
 def _strings_or_ids(name: str, values: object, what: str) -> tuple:
@@ -165,9 +169,8 @@ class SamplingParams:
 
     def _check_penalties(self) -> None:
         repetition = self.repetition_penalty
-        _check_real(
-            "repetition_penalty", repetition, 0.0 < repetition < float("inf"), "a finite number above 0; 1 turns it off"
-        )
+        is_allowed = MIN_FLOAT32 <= repetition <= MAX_FLOAT32
+        _check_real("repetition_penalty", repetition, is_allowed, "above 0 and finite in float32; 1 turns it off")
         for name in ("presence_penalty", "frequency_penalty"):
             penalty = getattr(self, name)
             _check_real(name, penalty, -2.0 <= penalty <= 2.0, "in [-2, 2]; 0 turns it off")
@@ -179,7 +182,8 @@ class SamplingParams:
             for token_id, bias in self.logit_bias.items():
                 _check_int("logit_bias", token_id, 0, "of token ids, at least 0")
                 value = _real("logit_bias", bias)
-                _check_real("logit_bias", bias, value < float("inf"), "finite, or -inf to rule a token out")
+                is_allowed = abs(value) <= MAX_FLOAT32 or value == float("-inf")
+                _check_real("logit_bias", bias, is_allowed, "finite in float32, or -inf to rule a token out")
             biases = {int(token_id): float(bias) for token_id, bias in self.logit_bias.items()}
             object.__setattr__(self, "logit_bias", biases)
         if self.allowed_token_ids is not None:

@@ -177,3 +177,21 @@ def test_samples_of_a_suspect(llm, monkeypatch):
     [(_, output)] = other
     assert [completion.token_ids for completion in output.outputs] == expected
     check_clean(llm)
+
+
+def test_a_suspect_runs_alone_while_one_that_is_cleared_has_not_ended(llm, monkeypatch):
+    """Two suspects, the first of which is innocent and long: the second one's trial does not take it along."""
+    expected, alone = answers(llm), answers(llm, [[4, 4]], LONG)[0]
+    llm.add_request([4, 4], LONG, "innocent")
+    llm.add_request([BAD, 5], LONG, "bad")
+    fault = Fault(llm, monkeypatch)
+    with pytest.raises(MemoryError):  # its own requests were in the step, too
+        answers(llm)
+    assert answers(llm) == expected
+    found = {}
+    while not llm.is_finished():
+        found |= {output.request_id: output for output in llm.step()}
+    assert found["innocent"]["token_ids"] == alone
+    assert "planted" in found["bad"].error and fault.count >= 2
+    monkeypatch.undo()
+    check_clean(llm)

@@ -11,6 +11,7 @@ import signal
 import threading
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
@@ -189,8 +190,32 @@ def test_weights_and_memory(alone, both, folder):
     assert tokens(both.generate(PROMPTS[:4], GREEDY, use_tqdm=False)) == expected
     with pytest.raises(ValueError, match="no.such.weight"):
         both.update_weights({**weights, "no.such.weight": weights["model.norm.weight"]})
-    both.update_weights(weights)
+    with pytest.raises(ValueError, match="float8"):
+        both.update_weights({**weights, "model.norm.weight": weights["model.norm.weight"].to(torch.float8_e4m3fn)})
+    both.update_weights((name, tensor.as_subclass(OfTheTrainer)) for name, tensor in weights.items())
     assert tokens(both.generate(PROMPTS[:4], GREEDY, use_tqdm=False)) == expected
+
+
+class OfTheTrainer(torch.Tensor):
+    """A class that ranks cannot import."""
+
+    def __reduce_ex__(self, protocol):
+        raise AssertionError("sent as it is")
+
+
+def test_a_fork_of_the_process_is_refused(both):
+    """The threads that send and receive are not in it."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            both.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+        except RuntimeError as error:
+            code = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    both.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
 
 
 def test_a_copy_that_is_killed_is_named_and_all_end(folder):

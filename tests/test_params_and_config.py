@@ -214,3 +214,18 @@ def test_odd_values_in_config_json_are_named(folder, tmp_path, name, value):
     (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
     with pytest.raises(ValueError, match=f"{name}={value!r} must be"):
         Config(model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(temperature=10**400), "temperature must be within the range of a float"),
+        (dict(logit_bias={5: 1e39}), "logit_bias must be finite in float32"),
+        (dict(logit_bias={5: 10**400}), "logit_bias must be within the range of a float"),
+        (dict(repetition_penalty=1e-45), "repetition_penalty must be above 0 and finite in float32"),
+        (dict(repetition_penalty=1e39), "repetition_penalty must be above 0 and finite in float32"),
+    ],
+)
+def test_numbers_beyond_float32(values, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**values)

@@ -252,9 +252,10 @@ def test_bad_words_never_appear(llm):
     assert any(len(word) > 2 for variants in ids for word in variants)
     used = sorted({token for variants in ids for word in variants for token in word})
     hot = SamplingParams(temperature=3.0, max_tokens=60, ignore_eos=True, allowed_token_ids=[*used, 30, 31, 32])
-    start = [ids[0][0][:-1]] * 10  # the prompt's end does not count as the beginning of a word
-    free = [output["token_ids"] for output in llm.generate(start, hot, use_tqdm=False)]
-    bound = [output["token_ids"] for output in llm.generate(start, replace(hot, bad_words=words), use_tqdm=False)]
+    start = [ids[0][0][:-1]] * 30  # the prompt's end does not count as the beginning of a word
+    seeded = [replace(hot, seed=seed) for seed in range(len(start))]
+    free = generated(llm, start, seeded)
+    bound = generated(llm, start, [replace(params, bad_words=words) for params in seeded])
     for variants in ids:
         for word in variants:
             if len(word) < 3:

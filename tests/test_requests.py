@@ -348,3 +348,15 @@ def test_rules_that_leave_no_token(llm, rules):
     message = "request 0: the request's rules .* leave no token to be output token 1"
     with pytest.raises(RuntimeError, match=message):
         llm.generate(PROMPT, dataclasses.replace(GREEDY, **rules), use_tqdm=False)
+
+
+def test_what_cannot_be_a_request_is_said_before_anything_runs(folder):
+    with LLM(folder, dtype="float32", device="cpu", max_model_len=64) as llm:
+        with pytest.raises(TypeError, match="prompts must be"):
+            llm.generate(None)
+        with pytest.raises(TypeError, match="request_id must be a str"):
+            llm.abort(["0"])
+        with pytest.raises(ValueError, match="request 0: multi_modal_data is not supported"):
+            llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}})
+        assert llm.stats()["steps"] == 0
+        assert llm.generate([[7]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished

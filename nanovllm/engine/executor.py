@@ -19,8 +19,10 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.ranks import Ranks
 from nanovllm.messages import ModelRunnerOutput, SchedulerOutput
+from nanovllm.worker.loader import check_float
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.output_ring import PendingOutput
+from nanovllm.worker.platform import plain_torch
 from nanovllm.worker.weights import Source, check_pair
 
 REPORTED = (ValueError, TypeError, RuntimeError, OSError, MemoryError)  # by a rank, which goes on
@@ -48,7 +50,8 @@ class Executor:
     """Runs plans on one device, in this process."""
 
     def __init__(self, config: Config) -> None:
-        self._runner: ModelRunner | None = ModelRunner(config)
+        with plain_torch():
+            self._runner: ModelRunner | None = ModelRunner(config)
         self.num_kvcache_blocks = self._runner.num_kvcache_blocks
         self.block_size = self._runner.block_size
 
@@ -59,7 +62,8 @@ class Executor:
 
     def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Enqueue a step; `.wait()` of what is returned gives its ModelRunnerOutput."""
-        return self.runner.execute(plan)
+        with plain_torch():
+            return self.runner.execute(plan)
 
     @property
     def weights_missing(self) -> str | None:
@@ -72,11 +76,13 @@ class Executor:
 
     def wake_up(self) -> None:
         """Take the memory again; the KV cache is empty. Raises when there is too little, and holds none then."""
-        self.runner.wake_up()
+        with plain_torch():
+            self.runner.wake_up()
 
     def update_weights(self, source: Source) -> None:
         """Replace the weights in place. Nothing is in flight."""
-        self.runner.update_weights(source)
+        with plain_torch():
+            self.runner.update_weights(source)
 
     def idle(self) -> None:
         """The engine has run out of work for now."""
@@ -229,7 +235,7 @@ def update_ranks(executors: list[RanksExecutor], source: Source) -> None:
             check_pair(pair)
             for executor in executors:
                 executor.ranks.wait_for_room()
-                executor.ranks.send("tensor", (pair[0], _to_send(pair[1])))
+                executor.ranks.send("tensor", (pair[0], _to_send(*pair)))
     except BaseException as error:
         for executor in executors:
             executor.ranks.send("tensors_end", f"the source of the weights failed with {error!r}")
@@ -241,9 +247,11 @@ def update_ranks(executors: list[RanksExecutor], source: Source) -> None:
     _all_answers(executors, tickets)
 
 
-def _to_send(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, and a view of nothing larger: that would be pickled whole."""
-    tensor = tensor.detach().cpu()
+def _to_send(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, of torch's own class (ranks may not know the caller's), and a view of nothing larger: that would be
+    pickled whole."""
+    check_float(name, tensor)
+    tensor = tensor.detach().cpu().as_subclass(torch.Tensor)
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
 
 

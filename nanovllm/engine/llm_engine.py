@@ -22,7 +22,7 @@ from nanovllm.engine.call import Call, Calls
 from nanovllm.engine.executor import AnyExecutor
 from nanovllm.engine.guard import ABORT, EngineBusyError, Gate, Guard
 from nanovllm.engine.logprobs import collect_logprobs
-from nanovllm.engine.output_processor import OutputProcessor, error_output
+from nanovllm.engine.output_processor import OutputProcessor, lost_output
 from nanovllm.engine.request import Limits, Request, Tokenizer, eos_token_ids, new_sequences, request_seed
 from nanovllm.engine.scheduler import Step, new_scheduler
 from nanovllm.engine.sequence import Sequence
@@ -179,8 +179,7 @@ class LLMEngine:
         went_on = True
         with Guard(self, call):
             self._at_work = []
-            for request in self._suspects.released(self.calls.requests):
-                self._admit(request)
+            self._go_on_with_trials()
             step = self.scheduler.schedule()
             if step is not None:
                 self._at_work = step.seqs
@@ -195,6 +194,15 @@ class LLMEngine:
             if not self.scheduler.has_work() and (may_wait or went_on):
                 self._drain()
         return went_on
+
+    def _go_on_with_trials(self) -> None:
+        released = self._suspects.released(self.calls.requests)
+        if any(request.is_suspect for request in released):
+            self._recover()  # the next one runs alone, too: whoever runs now waits, and goes on from what is known
+            self._dirty = True
+        else:
+            for request in released:
+                self._admit(request)
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and give out what it finished."""
@@ -258,14 +266,8 @@ class LLMEngine:
         lost, is_for_call = self._suspects.blame(requests, call.pending)
         for request in lost:
             logger.warning("request %s is lost to an error in a step", request.request_id, exc_info=error)
-            self._lose(request, error)
+            self.calls.deliver(request, lost_output(request, error))
         return is_for_call
-
-    def _lose(self, request: Request, error: Exception) -> None:
-        """Give it the error for a result."""
-        output = error_output(request.request_id, request.prompt, request.prompt_token_ids, f"it was lost to {error!r}")
-        output.metrics = request.metrics
-        self.calls.deliver(request, output)
 
     def catch_up(self) -> None:
         """Carry out what had to wait, unless somebody is in the engine, who does it then."""
@@ -300,7 +302,7 @@ class LLMEngine:
             try:
                 self._resume(request)
             except Exception as error:  # or it would come up again and again
-                self._lose(request, error)
+                self.calls.deliver(request, lost_output(request, error))
                 raise
         self._dirty = False
 
@@ -366,7 +368,7 @@ class LLMEngine:
     def stats(self) -> dict[str, float]:
         """Counts since the engine started; see the LLM class."""
         scheduler = self.scheduler
-        stats: dict[str, float] = {
+        return {
             "prompt_tokens_computed": scheduler.num_prompt_tokens_computed,
             "prompt_tokens_cached": scheduler.num_prompt_tokens_cached,
             "generated_tokens": self._num_generated_tokens,
@@ -375,8 +377,7 @@ class LLMEngine:
             "max_seqs_in_flight": scheduler.max_seqs_in_flight,
             "kv_blocks_total": scheduler.num_total_blocks,
             "kv_blocks_free": scheduler.num_free_blocks,
-        }
-        return stats | (self.executor.stats() if self._dead is None else {})
+        } | (self.executor.stats() if self._dead is None else {})
 
     def close(self) -> None:
         """Drop all requests and give back all device memory; may be called again, and from anywhere.

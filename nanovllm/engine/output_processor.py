@@ -135,6 +135,13 @@ class OutputProcessor:
         return text + str(seq.stop_reason) if is_included else text
 
 
+def lost_output(request: Request, error: Exception) -> RequestOutput:
+    """The result of a request that an error in a step has ended."""
+    output = error_output(request.request_id, request.prompt, request.prompt_token_ids, f"it was lost to {error!r}")
+    output.metrics = request.metrics
+    return output
+
+
 def error_output(request_id: str, prompt: str | None, token_ids: Iterable[int], error: str) -> RequestOutput:
     """The result of a request that was refused, or lost."""
     return RequestOutput(request_id, prompt, list(token_ids), [CompletionOutput(finish_reason="error")], error=error)

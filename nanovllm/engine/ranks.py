@@ -54,6 +54,7 @@ class Ranks:
         self.arrived = arrived
         self._is_closing = False
         self._is_refused = False
+        self._owner = os.getpid()
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[mp.Connection] = []
@@ -113,7 +114,13 @@ class Ranks:
     # ---- messages -----------------------------------------------------------------------------------------------
 
     def send(self, kind: str, payload: Any = None, ticket: int = 0) -> None:
-        """To every rank or to none; returns before it is sent. An answer bears the ticket."""
+        """To every rank or to none; returns before it is sent. An answer bears the ticket.
+
+        Raises:
+            RuntimeError: this is a fork of the process that made the engine: the threads that send are not in it.
+        """
+        if os.getpid() != self._owner:
+            raise RuntimeError("an engine on several GPUs cannot be used in a forked process: make one there")
         self._outbox.put((pickle.dumps((kind, payload, ticket)),) * self.size)
 
     def wait_for_room(self) -> None:
@@ -204,6 +211,8 @@ class Ranks:
         if self._is_closing:
             return
         self._is_closing = True
+        if os.getpid() != self._owner:
+            return  # the ranks are another's children
         self.send("close")
         self._outbox.put(None)
         end = time.monotonic() + (CLOSING_SECONDS if self.failure is None else 0.0)
@@ -214,7 +223,8 @@ class Ranks:
                 process.kill()
                 process.wait()
         for thread in self._threads:  # they use the pipes
-            if thread is not threading.current_thread():  # the garbage collector may close an engine anywhere
+            # the garbage collector may close an engine anywhere, an interrupt before they have started
+            if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(CLOSING_SECONDS)
         for pipe in self._pipes:
             pipe.close()

@@ -148,6 +148,8 @@ def split_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     if isinstance(prompt, str):
         return check_text(prompt), None
     if isinstance(prompt, Mapping):
+        if prompt.get("multi_modal_data"):
+            raise ValueError("multi_modal_data is not supported: models here read text alone")
         if prompt.get("prompt_token_ids") is not None:
             return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
         if prompt.get("input_ids") is not None:

@@ -72,10 +72,15 @@ def apply_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], tied:
         target = targets.get(name)
         if target is None or target.shape != tuple(tensor.shape):
             continue  # _check will name it
-        if tensor.dtype not in _FLOATS:
-            raise ValueError(f"weight {name} has dtype {tensor.dtype}: quantized checkpoints are not supported")
+        check_float(name, tensor)
         copy(target.tensor, tensor[target.index])
     _check(targets, shapes, tied)
+
+
+def check_float(name: str, tensor: Tensor) -> None:
+    """Raises ValueError if a weight is of no dtype that a parameter can be converted from."""
+    if tensor.dtype not in _FLOATS:
+        raise ValueError(f"weight {name} has dtype {tensor.dtype}: quantized checkpoints are not supported")
 
 
 class _HostToDevice:

@@ -1,18 +1,35 @@
-"""What "auto" means on this machine.
+"""What "auto" means on this machine, and torch as it is out of the box.
 
 Owns: the choice of device and dtype. Invariant: an explicit choice is honoured or refused with the reason, never
-replaced. It
-deliberately does not choose the attention backend: attention/ probes those.
+replaced. It deliberately does not choose the attention backend: attention/ probes those.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 
 import torch
 
 logger = logging.getLogger("nanovllm")
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Run as if the caller had set no default dtype, no default device and no autocast: a training script has them."""
+    with ExitStack() as stack:
+        dtype = torch.get_default_dtype()
+        if dtype != torch.float32:
+            stack.callback(torch.set_default_dtype, dtype)
+            torch.set_default_dtype(torch.float32)
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def resolve_device(name: str) -> torch.device:
