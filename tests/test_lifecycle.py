@@ -351,7 +351,7 @@ def test_an_error_in_a_step_surfaces_and_a_dead_engine_says_so(folder, monkeypat
 
 
 def test_cached_tokens_are_of_the_prompt_also_after_an_error(folder, monkeypatch):
-    """Queued again from known tokens, the second of two twins finds generated blocks of the first one, too."""
+    """Queued again from known tokens, one of two twins finds generated blocks of the other one, too."""
     prompt, params = PROMPT[:8], dataclasses.replace(GREEDY, max_tokens=40)
     with LLM(folder, **OPTIONS) as llm:
         twins = llm.generate_iter(
@@ -364,7 +364,8 @@ def test_cached_tokens_are_of_the_prompt_also_after_an_error(folder, monkeypatch
         monkeypatch.undo()
         outputs = dict(twins)
         assert outputs[0]["token_ids"] == outputs[1]["token_ids"]
-        assert [outputs[index].num_cached_tokens for index in range(2)] == [0, len(prompt)]
+        # whichever of them ran first behind the last error
+        assert sorted(outputs[index].num_cached_tokens for index in range(2)) == [0, len(prompt)]
 
 
 def test_a_result_that_cannot_be_made_breaks_no_other(llm, monkeypatch):

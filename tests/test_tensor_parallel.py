@@ -316,9 +316,9 @@ def test_a_file_that_cannot_be_read_is_an_error_of_the_call(ranked, folder, tmp_
 
 def test_a_view_is_sent_without_what_it_is_a_view_of():
     whole = torch.arange(1 << 20).float()
-    part = executor._to_send(whole[5:8])
+    part = executor._to_send("w", whole[5:8])
     assert part.tolist() == [5.0, 6.0, 7.0] and len(pickle.dumps(part)) < 4096
-    assert executor._to_send(whole).data_ptr() == whole.data_ptr()
+    assert executor._to_send("w", whole).data_ptr() == whole.data_ptr()
 
 
 def test_logits_that_are_not_finite_name_their_request(ranked, folder):

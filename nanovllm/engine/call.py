@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
 
 from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput
@@ -35,6 +37,26 @@ class Call:
         if self.lost is not None:
             reason, self.lost = self.lost, None
             raise RuntimeError(reason)
+
+
+class Engine(Protocol):
+    """What runs calls."""
+
+    def turn(self, call: Call) -> object: ...
+    def drop(self, call: Call) -> object: ...
+
+
+def results(call: Call, engine: Engine) -> Iterator[tuple[int, RequestOutput]]:
+    """Results of `call` as they finish, each with its position in the call; closing it aborts the rest."""
+    try:
+        while call.pending or call.finished:
+            while call.finished:
+                yield call.finished.popleft()
+            if call.pending:
+                engine.turn(call)
+        call.check()
+    finally:
+        engine.drop(call)
 
 
 class Calls:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.call import Call, Calls
+from nanovllm.engine.call import Call, Calls, results
 from nanovllm.engine.executor import AnyExecutor
 from nanovllm.engine.guard import ABORT, EngineBusyError, Gate, Guard
 from nanovllm.engine.logprobs import collect_logprobs
@@ -155,15 +155,7 @@ class LLMEngine:
 
     def run(self, call: Call) -> Iterator[tuple[int, RequestOutput]]:
         """Results of `call` as they finish, each with its position in the call; closing it aborts the rest."""
-        try:
-            while call.pending or call.finished:
-                while call.finished:
-                    yield call.finished.popleft()
-                if call.pending:
-                    self.turn(call)
-            call.check()
-        finally:
-            self.drop(call)
+        return results(call, self)
 
     def turn(self, call: Call | None = None, may_wait: bool = True) -> bool:
         """One turn of the loop for whoever has work; whether anything came of it. Without `may_wait`, a step that has

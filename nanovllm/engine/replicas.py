@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.call import Call
+from nanovllm.engine.call import Call, results
 from nanovllm.engine.executor import AnyExecutor, RanksExecutor, start_executor, update_ranks
 from nanovllm.engine.guard import CHANGE, Gate
 from nanovllm.engine.llm_engine import LLMEngine
@@ -141,15 +141,7 @@ class ReplicatedEngine:
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def run(self, call: Call) -> Iterator[tuple[int, RequestOutput]]:
-        try:
-            while call.pending or call.finished:
-                while call.finished:
-                    yield call.finished.popleft()
-                if call.pending:
-                    self.turn(call)
-            call.check()
-        finally:
-            self.drop(call)
+        return results(call, self)
 
     def turn(self, call: Call | None = None) -> None:
         """Have every engine that can go on do so; if none can, wait until something has come of a step."""
