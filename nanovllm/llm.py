@@ -179,7 +179,8 @@ class LLM:
             self.engine.submit([request], call)
             while call.pending:
                 self.engine.turn(call)
-                text_progress = request.seqs[0].text_progress
+                # it has no sequence while it waits for another request's trial
+                text_progress = request.seqs[0].text_progress if request.seqs else None
                 if call.pending and text_progress is not None and (piece := text_progress.shown(num_given)):
                     num_given += len(piece)
                     yield piece

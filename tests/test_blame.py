@@ -195,3 +195,18 @@ def test_a_suspect_runs_alone_while_one_that_is_cleared_has_not_ended(llm, monke
     assert "planted" in found["bad"].error and fault.count >= 2
     monkeypatch.undo()
     check_clean(llm)
+
+
+def test_a_stream_that_begins_while_a_suspect_runs_alone_waits(llm, monkeypatch):
+    expected = "".join(llm.stream([5, 6, 7, 8], GREEDY))
+    llm.add_request([4, 4], LONG)
+    llm.add_request([BAD, 5], LONG)
+    Fault(llm, monkeypatch)
+    with pytest.raises(MemoryError):
+        answers(llm)
+    assert llm.engine._suspects._on_trial is not None
+    assert "".join(llm.stream([5, 6, 7, 8], GREEDY)) == expected
+    while not llm.is_finished():
+        llm.step()
+    monkeypatch.undo()
+    check_clean(llm)
