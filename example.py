@@ -26,15 +26,9 @@ def main() -> None:
     args = parser.parse_args()
 
     with LLM(args.model or get_smollm2(), max_model_len=2048) as llm:
-        tokenizer = llm.get_tokenizer()
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
-        # Token ids, not text: the template has the start token, and tokenizing its text could add a second one.
-        prompts = [
-            tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-            for conversation in conversations
-        ]
         start = time.perf_counter()
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=args.max_tokens))
+        outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=args.max_tokens))
         seconds = time.perf_counter() - start
         where = f"{llm.config.device}, {llm.config.dtype}"
 

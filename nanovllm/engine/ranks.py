@@ -83,8 +83,9 @@ class Ranks:
         path = [str(entry) for entry in dict.fromkeys([*sys.path, root])]
         code = f"import sys; sys.path[:] = {path!r}; from nanovllm.worker.rank import main; main()"
         command = [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())]
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}  # ranks on a CPU share its cores: no spinning
         with theirs:
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
         self._processes.append(process)
         self._pipes.append(mp.Connection(ours.detach()))
 
