@@ -35,19 +35,20 @@ def nothing_stays_on_the_gpu():
     torch.cuda.empty_cache()
 
 
+MEDIUM = dict(
+    hidden_size=512,
+    intermediate_size=1024,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=2048,
+    vocab_size=VOCAB_SIZE,
+)
+
+
 @pytest.fixture(scope="session")
 def medium(tmp_path_factory) -> str:
-    folder = make_tiny_model(
-        tmp_path_factory.mktemp("medium"),
-        hidden_size=512,
-        intermediate_size=1024,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=2048,
-        vocab_size=VOCAB_SIZE,
-    )
-    return str(folder)
+    return str(make_tiny_model(tmp_path_factory.mktemp("medium"), **MEDIUM))
 
 
 def mixed_prompts(count: int, longest: int) -> list[list[int]]:

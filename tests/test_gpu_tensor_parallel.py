@@ -10,7 +10,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from tests.reference import reference_logits
-from tests.test_gpu_engine import GREEDY, POOL, VOCAB_SIZE, assert_same, gaps, mixed_prompts, tokens_of
+from tests.test_gpu_engine import GREEDY, MEDIUM, POOL, VOCAB_SIZE, assert_same, gaps, mixed_prompts, tokens_of
 from tests.test_tensor_parallel import assert_gone
 from tests.tiny_models import make_tiny_model
 
@@ -19,15 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 
 # As in test_gpu_engine.py, but for a vocabulary that two ranks do not divide.
-SHAPE = dict(
-    hidden_size=512,
-    intermediate_size=1024,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=2048,
-    vocab_size=VOCAB_SIZE + 3,
-)
+SHAPE = MEDIUM | dict(vocab_size=VOCAB_SIZE + 3)
 
 
 @pytest.fixture(scope="module")

@@ -158,16 +158,16 @@ class RanksExecutor:
             output, self._stats = values
             self._waiting.popleft().output = output
 
-    def _ask(self, kind: str, payload: Any = None) -> list[Any]:
-        """Have every rank do something, behind the steps in flight; its answers, by rank.
+    def _ask(self, kind: str, payload: Any = None) -> None:
+        """Have every rank do something, behind the steps in flight, and wait until all have.
 
         Raises:
             ValueError, TypeError, RuntimeError, OSError, MemoryError: what a rank raised; a RuntimeError too when one
                 has failed or died.
         """
-        return self.answers(self.begin(kind, payload))
+        self.await_answers(self.begin(kind, payload))
 
-    def answers(self, ticket: int) -> list[Any]:
+    def await_answers(self, ticket: int) -> None:
         answers: dict[int, tuple[Any, ...]] = {}
         while len(answers) < self.ranks.size:
             rank, message = self.ranks.receive()
@@ -180,7 +180,6 @@ class RanksExecutor:
         for kind, value, *_ in in_order:
             if kind == "error":
                 raise value
-        return [value for _, value, *_ in in_order]
 
     def sleep(self, level: int) -> None:
         self._ask("sleep", level)
@@ -193,7 +192,7 @@ class RanksExecutor:
         update_ranks([self], source)
 
     def begin(self, kind: str, payload: Any = None) -> int:
-        """Have every rank do something; what `_answers` needs to know."""
+        """Have every rank do something; what `await_answers` needs to know."""
         ticket = next(self._tickets)
         self.ranks.send(kind, payload, ticket)
         return ticket
@@ -227,7 +226,7 @@ def update_ranks(executors: list[RanksExecutor], source: Source) -> None:
     if isinstance(source, str | os.PathLike):
         folder = os.path.abspath(os.path.expanduser(source))  # ranks stay where they started
         tickets = [executor.begin("update_folder", folder) for executor in executors]
-        _all_answers(executors, tickets)
+        _await_all(executors, tickets)
         return
     tickets = [executor.begin("update_tensors") for executor in executors]
     try:
@@ -240,11 +239,11 @@ def update_ranks(executors: list[RanksExecutor], source: Source) -> None:
         for executor in executors:
             executor.ranks.send("tensors_end", f"the source of the weights failed with {error!r}")
         with contextlib.suppress(*REPORTED):  # the source's own failure says more
-            _all_answers(executors, tickets)
+            _await_all(executors, tickets)
         raise
     for executor in executors:
         executor.ranks.send("tensors_end")
-    _all_answers(executors, tickets)
+    _await_all(executors, tickets)
 
 
 def _to_send(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -255,12 +254,12 @@ def _to_send(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
 
 
-def _all_answers(executors: list[RanksExecutor], tickets: list[int]) -> None:
+def _await_all(executors: list[RanksExecutor], tickets: list[int]) -> None:
     """Wait for all, then raise what the first one raised."""
     errors: list[Exception] = []
     for executor, ticket in zip(executors, tickets, strict=True):
         try:
-            executor.answers(ticket)
+            executor.await_answers(ticket)
         except REPORTED as error:
             errors.append(error)
     if errors:

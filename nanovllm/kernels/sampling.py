@@ -39,6 +39,7 @@ from nanovllm.kernels.sampling_filters import (
     KEY_SHIFTS,
     filter_threshold,
     filter_threshold_reference,
+    is_filtered_reference,
     list_spans,
     load_listed,
     ordered_key,
@@ -310,7 +311,7 @@ def sample_reference(
         score = (x - x.amax(dim=1, keepdim=True)) * scale - log2_exponential_reference(bits)
         settings = [setting[rows] for setting in (temperature, top_k, top_p, min_p)]
         _, k, p, m = settings
-        is_filtered = ((k > 0) & (k < vocab_size)) | (p < 1) | (m > 0)
+        is_filtered = is_filtered_reference(k, p, m, vocab_size)
         if is_filtered.any():
             threshold = filter_threshold_reference(x[is_filtered], *(s[is_filtered] for s in settings))
             score[is_filtered] = score[is_filtered].masked_fill(x[is_filtered] < threshold[:, None], float("-inf"))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.noise import log2_exponential_reference, noise_bits_reference
-from nanovllm.kernels.sampling_filters import filter_threshold_reference
+from nanovllm.kernels.sampling_filters import filter_threshold_reference, is_filtered_reference
 
 GREEDY_UP_TO = 1e-5  # temperatures up to this, in float32, are greedy
 LOG2_E = 1.4426950408889634
@@ -53,7 +53,7 @@ def _draw(x: Tensor, bits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
     """Token ids [N] for `x` float32 [N, V], its noise `bits` int32 [N, V] and settings [N]; no greedy rows."""
     num_rows, vocab_size = x.shape
     score = (x - x.amax(dim=1, keepdim=True)).mul_(LOG2_E / temperature[:, None])  # without noise
-    is_filtered = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)
+    is_filtered = is_filtered_reference(top_k, top_p, min_p, vocab_size)
     if is_filtered.any():
         threshold = torch.full((num_rows, 1), float("-inf"))
         settings = (setting[is_filtered] for setting in (temperature, top_k, top_p, min_p))

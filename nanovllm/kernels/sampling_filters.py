@@ -144,6 +144,11 @@ def filter_threshold(
     return low
 
 
+def is_filtered_reference(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int) -> Tensor:
+    """Which rows have a filter that is on, bool [N], for settings [N]."""
+    return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)
+
+
 def filter_threshold_reference(x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The least logit that each row's filters let through, [N], for `x` float32 [N, V] and settings [N].
 

@@ -55,6 +55,12 @@ class SingleRank:
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
 
+    def minimum(self, value: int) -> int:
+        return value
+
+    def all_succeed(self, succeeds: bool) -> bool:
+        return succeeds
+
 
 SINGLE = SingleRank()
 

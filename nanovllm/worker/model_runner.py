@@ -22,7 +22,7 @@ import torch
 from nanovllm.attention import AttentionSpec, choose_backend
 from nanovllm.config import Config
 from nanovllm.kernels.advance import advance
-from nanovllm.layers.parallel import SINGLE, TensorParallel, local_heads
+from nanovllm.layers.parallel import SINGLE, SingleRank, local_heads
 from nanovllm.messages import SchedulerOutput
 from nanovllm.models import build_model
 from nanovllm.worker.cuda_graphs import CudaGraphs, DecodeGraph, graph_sizes
@@ -58,10 +58,9 @@ class ModelRunner:
         ValueError: an option that cannot work on this device, or too little memory.
     """
 
-    def __init__(self, config: Config, tp: RankGroup | None = None) -> None:
+    def __init__(self, config: Config, tp: RankGroup | SingleRank = SINGLE) -> None:
         self.config = config
-        self.group = tp
-        self.tp: TensorParallel = tp or SINGLE
+        self.tp = tp
         self.model_config = config.model_config
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.model_config.dtype, self.device)
@@ -145,9 +144,7 @@ class ModelRunner:
             )
         elif num_blocks is None:
             num_blocks = num_blocks_for_cpu(block_bytes, config.max_num_seqs, self.max_blocks_per_seq)
-        if self.group is not None:
-            num_blocks = self.group.minimum(num_blocks)  # the poorest rank's
-        self.num_kvcache_blocks = config.num_kvcache_blocks = num_blocks
+        self.num_kvcache_blocks = config.num_kvcache_blocks = self.tp.minimum(num_blocks)  # the poorest rank's
         self._new_kv_cache()
 
     def _new_kv_cache(self) -> None:
@@ -352,10 +349,9 @@ class ModelRunner:
             if self.kv_cache is None:
                 self._new_kv_cache()
         except (RuntimeError, MemoryError):
-            if self.group is not None:
-                self.group.all_succeed(False)
+            self.tp.all_succeed(False)
             raise
-        if self.group is not None and not self.group.all_succeed(True):
+        if not self.tp.all_succeed(True):
             raise RuntimeError("another rank has too little memory")
 
     def update_weights(self, source: Source) -> None:

@@ -73,6 +73,7 @@ class Rank:
     def _start(self, config: Config, rank: int, size: int, first_device: int, log_level: int) -> None:
         import torch
 
+        from nanovllm.layers.parallel import SINGLE, SingleRank
         from nanovllm.worker.model_runner import ModelRunner
         from nanovllm.worker.parallel import RankGroup, open_store
         from nanovllm.worker.platform import resolve_device
@@ -86,7 +87,7 @@ class Rank:
         device = resolve_device(config.device)
         if device.type == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // size))
-        group: RankGroup | None = None
+        group: RankGroup | SingleRank = SINGLE
         if size > 1:
             port = None
             if rank > 0:
@@ -201,7 +202,3 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
     rank = Rank(connection)
     run_to_the_end(rank.send, rank.run)
-
-
-if __name__ == "__main__":
-    main()

@@ -55,14 +55,12 @@ class StepSampler:
         self.edits = LogitsEdits(batch, head.vocab_size)
         self.logprobs = LogprobsRunner(batch, head.vocab_size, lambda hidden: self._gather(compute_logits(hidden)))
         self._whole_rows: set[int] = set()  # several ranks: rows that need all their logits in one place
-        self._last: tuple[list[int], int, bool] = ([], 0, False)
 
     def reset(self) -> None:
         """After a broken step: the next plans bring all rows anew."""
         self.edits.reset()
         self.logprobs.reset()
         self._whole_rows.clear()
-        self._last = ([], 0, False)
 
     def apply_plan(self, plan: SchedulerOutput) -> None:
         """Take over the rows that a plan brings."""
@@ -71,20 +69,12 @@ class StepSampler:
         if self.slices is not None and plan.new_rows:
             self._whole_rows -= {new.row for new in plan.new_rows}
             self._whole_rows |= {new.row for new in plan.new_rows if _needs_whole(new, self.vocab_size)}
-            self._last = ([], 0, False)
 
     def is_plain(self, plan: SchedulerOutput, edits: StepEdits | None) -> bool:
         """Whether `sample` serves all rows of a plan with these edits, as it does in a CUDA graph."""
-        return edits is None and not self._wants_whole(plan)
-
-    def _wants_whole(self, plan: SchedulerOutput) -> bool:
-        if not self._whole_rows:
+        if edits is not None:
             return False
-        rows, num_sampled, answer = self._last
-        if rows is not plan.rows or num_sampled != plan.num_sampled:
-            answer = not self._whole_rows.isdisjoint(plan.rows[: plan.num_sampled])
-            self._last = (plan.rows, plan.num_sampled, answer)
-        return answer
+        return not self._whole_rows or self._whole_rows.isdisjoint(plan.rows[: plan.num_sampled])
 
     def sample(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Ids int32 [S] of plain rows `rows` int32 [S]. Graphs capture it."""

@@ -110,7 +110,7 @@ def step_calls(
     heads, kv_heads = local_heads(config.num_heads, config.num_kv_heads, tp_size)
     head_dim, few = config.head_dim, 2 * NUM_ROWS  # too many for dependent launch
     cache = torch.zeros(2, backend.block_size, kv_heads, head_dim, dtype=dtype, device=device)
-    cos_sin = torch.zeros(2 * NUM_ROWS, head_dim, device=device)
+    cos_sin = torch.zeros(few, head_dim, device=device)
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)

@@ -26,17 +26,12 @@ MAX_PACKED_BYTES = 4 << 30  # of packed copies: they come on top of the weights
 Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
-def check_pair(pair: Any) -> bool:
-    """True.
-
-    Raises:
-        TypeError: it is no pair of a name and a tensor.
-    """
+def check_pair(pair: Any) -> None:
+    """Raises TypeError for what is no pair of a name and a tensor."""
     if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
         raise TypeError(f"update_weights takes a folder or pairs of a name and a tensor, got {pair!r:.80}")
     if not isinstance(pair[1], Tensor):
         raise TypeError(f"update_weights: {pair[0]} must be a tensor, got {type(pair[1]).__name__}")
-    return True
 
 
 class Weights:
