@@ -6,6 +6,7 @@ up an empty tokenizer. It deliberately wraps nothing: the result is transformers
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,35 @@ def load_tokenizer(config: Config) -> Any:
     """
     if _needs_none(config):
         return None
-    from transformers import AutoTokenizer
-
+    folder = str(config.tokenizer or config.model)
     try:
-        return AutoTokenizer.from_pretrained(str(config.tokenizer or config.model), local_files_only=True)
+        return tokenizer_class(Path(folder)).from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(config, str(error)) from error
+
+
+def tokenizer_class(folder: Path) -> Any:
+    """AutoTokenizer, or the class that it would find for Qwen3.
+
+    Finding one takes AutoTokenizer the import of transformers' model code: seconds of a start, with some releases.
+    """
+    import transformers
+
+    settings, model = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+    names = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+    is_qwen3 = settings.get("tokenizer_class") in names and model.get("model_type", "qwen3") == "qwen3"
+    if is_qwen3 and "auto_map" not in settings and (folder / "tokenizer.json").is_file():
+        found = getattr(transformers, "Qwen2Tokenizer", None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerFast):  # before 5 it is not
+            return found
+    return transformers.AutoTokenizer
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return values if isinstance(values, dict) else {}
 
 
 def _not_loaded(config: Config, reason: str) -> ValueError:

@@ -9,9 +9,11 @@ import shutil
 
 import numpy as np
 import pytest
+import transformers
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
+from nanovllm.tokenizer import tokenizer_class
 from tests.tiny_models import make_tiny_model
 
 
@@ -229,3 +231,28 @@ def test_odd_values_in_config_json_are_named(folder, tmp_path, name, value):
 def test_numbers_beyond_float32(values, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**values)
+
+
+def test_a_qwen3_folder_gets_the_tokenizer_that_transformers_would_choose(tmp_path) -> None:
+    """Found without AutoTokenizer, which imports much; anything that is not plainly Qwen3's goes through it."""
+    if not issubclass(transformers.Qwen2Tokenizer, transformers.PreTrainedTokenizerFast):
+        pytest.skip("transformers 4 has two classes")
+    vocab = {piece: index for index, piece in enumerate(["a", "b", "c", "ab", "Ġ", "Ġa", "<|endoftext|>"])}
+    made = transformers.Qwen2Tokenizer(vocab=vocab, merges=[("a", "b"), ("Ġ", "a")], unk_token="<|endoftext|>")
+    made.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    found = tokenizer_class(tmp_path)
+    assert found is not transformers.AutoTokenizer
+    ours, theirs = (each.from_pretrained(str(tmp_path)) for each in (found, transformers.AutoTokenizer))
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours("ab a b c")["input_ids"] == theirs("ab a b c")["input_ids"]
+    for change in ({"tokenizer_class": "LlamaTokenizer"}, {"auto_map": {"AutoTokenizer": [None, "x.Y"]}}):
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        other = tmp_path / next(iter(change))
+        other.mkdir()
+        (other / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes())
+        (other / "tokenizer_config.json").write_text(json.dumps(settings | change))
+        assert tokenizer_class(other) is transformers.AutoTokenizer
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    assert tokenizer_class(tmp_path) is transformers.AutoTokenizer
