@@ -74,6 +74,9 @@ class Shape:
 SHAPES = {
     "qwen3-0.6b": Shape(1024, 2048, 4096, 3072, 151936, 28),
     "qwen3-8b": Shape(4096, 4096, 6144, 12288, 151936, 8),
+    "qwen3-8b-tp2": Shape(4096, 2048, 3072, 6144, 75968, 12),  # one of two ranks
+    "qwen3-4b": Shape(2560, 4096, 6144, 9728, 151936, 10),
+    "qwen3-1.7b": Shape(2048, 2048, 4096, 6144, 151936, 16),
 }
 DRY_SHAPE = Shape(64, 128, 192, 96, 500, 2)
 
@@ -85,8 +88,12 @@ def candidates(kind: Kind, num_rows: int, n: int, k: int, device: Device) -> Ite
         yield rule
     if num_rows == 1:
         assert isinstance(rule, VectorConfig)
-        for block_n, num_warps in ((1, 4), (2, 8), (1, 8), (2, 4), (0.5, 4), (0.5, 8), (4, 8)):
-            yield VectorConfig(max(1, int(rule.block_n * block_n)), rule.block_k, num_warps)
+        for block_k in (size for size in (512, 1024, 2048, 4096) if size <= k):
+            for block_n in (1, 2, 4, 8, 16):
+                for num_warps in (4, 8):
+                    held = block_n * (2 if kind == "norm_silu" else 1) * block_k * min(-(-k // block_k), 3)
+                    if 4096 <= held <= 32768 and 32 <= held // (32 * num_warps) <= 128:
+                        yield VectorConfig(block_n, block_k, num_warps)
         if kind == "residual":
             yield TileConfig(16, 32, 256, _splits(2, num_rows, n, k, 16, 32, device))
         return
@@ -205,6 +212,7 @@ class Bench:
     device: torch.device
     clock: Clock
     out: Path
+    rows: list[int]
     results: list[Result] = field(default_factory=list)
     chains: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -289,16 +297,24 @@ class Bench:
         error = max(errors) if all(map(math.isfinite, errors)) else math.inf
         return error, problem or ("" if error < 1e-2 else "wrong")
 
+    def fits(self, config: Config, num_rows: int, piece: str) -> bool:
+        """Whether the parts of a split product have room in the workspace."""
+        if isinstance(config, VectorConfig) or config.num_splits == 1:
+            return True
+        num_tiles = -(-num_rows // config.block_m) * -(-self.shape.weight(piece)[0] // config.block_n)
+        num_elements = num_tiles * config.num_splits * config.block_m * config.block_n
+        return num_tiles <= self.workspace.counters.numel() and num_elements <= self.workspace.partials.numel()
+
     def plan(self) -> Iterator[tuple[int, str, Config | str]]:
         """Everything to try, in order."""
-        for num_rows in ROWS:
+        for num_rows in self.rows:
             for piece, kind in PIECES.items():
                 if piece == "head" and num_rows > 64:
                     continue
                 seen: list[Config] = []
                 yield num_rows, piece, CUBLAS
                 for config in candidates(kind, num_rows, *self.shape.weight(piece), self.chip):
-                    if config not in seen:
+                    if config not in seen and self.fits(config, num_rows, piece):
                         seen.append(config)
                         yield num_rows, piece, config
 
@@ -534,7 +550,7 @@ def run_model(name: str, args: argparse.Namespace) -> None:
     shape = DRY_SHAPE if args.dry_run else SHAPES[name]
     start = time.time()
     torch.manual_seed(0)
-    bench = Bench(name, shape, device, Clock(device, args.deadline), args.out)
+    bench = Bench(name, shape, device, Clock(device, args.deadline), args.out, args.rows)
     bench.load()
     print(f"{name}: {bench.chip}, weights made in {time.time() - start:.1f} s", flush=True)
     bench.compile_ahead()
@@ -566,7 +582,8 @@ def summary(names: list[str], out: Path, dry_run: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--model", nargs="+", default=["qwen3-0.6b", "qwen3-8b"], choices=list(SHAPES))
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="in the order of measurement")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder of the JSON")
     parser.add_argument("--seconds", type=float, default=96.0, help="of all; what does not fit is left out")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, Triton's interpreter, no GPU")
@@ -586,7 +603,7 @@ def main() -> None:
             if deadline - time.time() < 12:
                 break
             command = [sys.executable, "-u", __file__, "--child", name, "--deadline", str(deadline)]
-            command += ["--out", str(args.out)]
+            command += ["--out", str(args.out), "--rows", *map(str, args.rows)]
             try:
                 subprocess.run(command + ["--dry-run"] * args.dry_run, check=True, timeout=deadline - time.time() + 5)
                 break

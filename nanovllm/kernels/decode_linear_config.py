@@ -66,7 +66,9 @@ def fused_rows(products: list[tuple[Kind, int, int]], device: Device) -> int:
     """
     if any(k % 16 for _, _, k in products):
         return 0
-    return MAX_ROWS if _is_measured(device) and all(product in TUNED for product in products) else 1
+    if not _is_measured(device):
+        return 1
+    return min(TUNED[product][-1][0] if product in TUNED else 1 for product in products)
 
 
 def _is_measured(device: Device) -> bool:
@@ -124,4 +126,14 @@ TUNED: dict[tuple[Kind, int, int], tuple[tuple[int, Config | None], ...]] = {
     ("residual", 1024, 2048): ((1, VectorConfig(2, 2048)), (16, TileConfig(16, 32, 256, 8, use_tma=True))),
     ("norm_silu", 6144, 1024): ((1, VectorConfig(2, 1024)), (16, TileConfig(16, 32, 128, num_stages=6))),
     ("residual", 1024, 3072): ((1, VectorConfig(4, 1024)), (16, TileConfig(16, 32, 256, 8, use_tma=True))),
+    # Qwen3-8B
+    ("norm", 6144, 4096): ((1, VectorConfig(2, 2048, 8)),),
+    ("residual", 4096, 4096): ((1, VectorConfig(8, 512, 8)),),
+    ("norm_silu", 24576, 4096): ((1, VectorConfig(1, 4096, 8)),),
+    ("residual", 4096, 12288): ((1, VectorConfig(2, 2048, 8)),),
+    # Qwen3-8B on two ranks
+    ("norm", 3072, 4096): ((1, VectorConfig(2, 1024)),),
+    ("plain", 4096, 2048): ((1, VectorConfig(4, 512)),),
+    ("norm_silu", 12288, 4096): ((1, VectorConfig(1, 4096, 8)),),
+    ("plain", 4096, 6144): ((1, VectorConfig(4, 2048, 8)),),
 }
