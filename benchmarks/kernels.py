@@ -34,7 +34,7 @@ from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.advance import advance
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.prepare import prepare_inputs
-from nanovllm.kernels.rope import qk_norm_rope_store
+from nanovllm.kernels.rope import Rope, qk_norm_rope_store
 from nanovllm.kernels.sampling import SamplingWorkspace, sample
 from nanovllm.kernels.update import scatter_updates
 
@@ -202,6 +202,7 @@ def pointwise_cases(bench: Bench, dims: Dims, num_tokens: int, block_size: int =
     positions = torch.randint(0, MAX_MODEL_LEN, (num_tokens,), device=bench.device, dtype=torch.int32)
     num_blocks = num_tokens // block_size + 2
     slots = torch.randperm(num_blocks * block_size, device=bench.device)[:num_tokens]
+    rope = Rope(head_weight, head_weight, 1e-6, cos_sin)
 
     def make_norm() -> Call:
         x = bench.normal(num_tokens, dims.hidden)
@@ -215,7 +216,7 @@ def pointwise_cases(bench: Bench, dims: Dims, num_tokens: int, block_size: int =
         qkv = bench.normal(num_tokens, dims.qkv_size)
         k_cache, v_cache = (bench.normal(num_blocks, block_size, dims.kv_heads, dims.head_dim) for _ in range(2))
         return lambda: qk_norm_rope_store(
-            qkv, head_weight, head_weight, 1e-6, cos_sin, positions, slots, k_cache, v_cache,
+            qkv, rope, positions, slots, k_cache, v_cache,
             dims.heads, dims.kv_heads, dims.head_dim, num_tokens > 1024,
         )  # fmt: skip
 
@@ -296,16 +297,20 @@ def attention_case(
         table = torch.zeros(len(seq_lens), max(blocks_of), dtype=torch.int32)
         for index, count in enumerate(blocks_of):
             table[index, :count] = torch.tensor([next(ids) for _ in range(count)], dtype=torch.int32)
+        ends = zip(table.tolist(), seq_lens, strict=True)  # where decodes store their keys
+        slots = [blocks[(n - 1) // block_size] * block_size + (n - 1) % block_size for blocks, n in ends]
         metadata = AttentionMetadata(
             bench.ints(cu_seqlens), bench.ints(seq_lens), table.to(bench.device),
-            bench.ints([0] * num_tokens, torch.int64), max(query_lens), max(seq_lens),
+            bench.ints(slots if is_decode else [0] * num_tokens, torch.int64), max(query_lens), max(seq_lens),
             len(seq_lens) if is_decode else 0, not is_decode and query_lens != seq_lens,
         )  # fmt: skip
         q, k, v = bench.normal(num_tokens, dims.qkv_size).view(num_tokens, -1, dims.head_dim).split(
             [dims.heads, dims.kv_heads, dims.kv_heads], dim=1
         )  # fmt: skip
         k_cache, v_cache = (bench.normal(num_blocks, block_size, dims.kv_heads, dims.head_dim) for _ in range(2))
-        return lambda: backend.forward(q, k, v, k_cache, v_cache, metadata, dims.head_dim**-0.5, None)
+        weight, cos_sin = bench.normal(dims.head_dim), bench.normal(max(seq_lens), dims.head_dim).float()
+        rope = Rope(weight, weight, 1e-6, cos_sin) if is_decode and backend.rotates_decodes(len(seq_lens)) else None
+        return lambda: backend.forward(q, k, v, k_cache, v_cache, metadata, dims.head_dim**-0.5, None, rope)
 
     num_bytes = 4 * (sum(seq_lens) * dims.kv_heads + num_tokens * dims.heads) * dims.head_dim
     pairs = sum(query * seq - query * (query - 1) / 2 for query, seq in zip(query_lens, seq_lens, strict=True))

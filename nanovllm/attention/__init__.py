@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, device, dtype
 
+from nanovllm.kernels.rope import Rope
+
 logger = logging.getLogger("nanovllm")
 
 BACKEND_NAMES = ("auto", "flash_attn", "triton", "torch")
@@ -67,7 +69,8 @@ class AttentionSpec:
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention. Layers call `forward` after this step's K and V are in the cache."""
+    """One way to compute attention. Layers call `forward` after this step's K and V are in the cache, but for decodes
+    where the backend `rotates_decodes`."""
 
     @property
     def name(self) -> str: ...
@@ -82,6 +85,10 @@ class AttentionBackend(Protocol):
         """The k passed to forward must be rotated too, not only the cached one."""
         ...
 
+    def rotates_decodes(self, num_decodes: int) -> bool:
+        """q, k of so many decodes come as they were projected; forward, told how, rotates them and stores K and V."""
+        ...
+
     def forward(
         self,
         q: Tensor,  # [T, H, D]; q, k, v may be strided views into one qkv tensor
@@ -92,6 +99,7 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         scale: float,
         window: int | None,
+        rope: Rope | None,  # given where it rotates_decodes
     ) -> Tensor:  # [T, H, D]
         """Causal attention: query i of a sequence, at position seq_len - q_len + i, sees the keys j up to its own
         position and, under a window, only those with j > position - window. Rows of q behind cu_seqlens_q[-1] come back

@@ -7,6 +7,7 @@ between them. It deliberately knows no package: `triton.py` and `flash.py` say w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,21 +15,26 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention import AttentionMetadata
+from nanovllm.kernels.rope import Rope
 
 
 class DecodeKernel(Protocol):
-    """One query token a sequence; writes the first B = seq_lens.shape[0] rows of out [>=B, H, D]. Capturable."""
+    """One query token a sequence, see `paged_decode`: with `rope` it rotates q and k and stores k and v. Capturable."""
 
     def __call__(
         self,
         q: Tensor,
+        k: Tensor,
+        v: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
         seq_lens: Tensor,
         block_table: Tensor,
+        slot_mapping: Tensor,
         scale: float,
         window: int | None,
         out: Tensor,
+        rope: Rope | None,
     ) -> None: ...
 
 
@@ -88,6 +94,7 @@ class ComposedBackend:
     block_size: int
     decode: DecodeKernel
     paged: PagedPromptKernel
+    rotates_decodes: Callable[[int], bool]
     ragged: RaggedPromptKernel | None = None
     ragged_windows: frozenset[int | None] = frozenset()
 
@@ -105,6 +112,7 @@ class ComposedBackend:
         metadata: AttentionMetadata,
         scale: float,
         window: int | None,
+        rope: Rope | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
         num_decodes = metadata.num_decode_tokens
@@ -116,5 +124,6 @@ class ComposedBackend:
             out = self.paged(q, k_cache, v_cache, prompt_batch(metadata), scale, window)
         if num_decodes > 0:
             seq_lens, block_table = metadata.seq_lens[:num_decodes], metadata.block_table[:num_decodes]
-            self.decode(q, k_cache, v_cache, seq_lens, block_table, scale, window, out)
+            slots = metadata.slot_mapping
+            self.decode(q, k, v, k_cache, v_cache, seq_lens, block_table, slots, scale, window, out, rope)
         return out

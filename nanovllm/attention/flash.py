@@ -27,6 +27,7 @@ from nanovllm.attention.composed import (
 )
 from nanovllm.attention.probe import attempt, probe_decode, probe_paged, probe_ragged
 from nanovllm.attention.triton import require_triton, triton_decode, triton_paged
+from nanovllm.kernels.rope import Rope
 
 
 class _Package(NamedTuple):
@@ -68,15 +69,23 @@ def _build_on(package: _Package, spec: AttentionSpec) -> ComposedBackend:
         probe_paged("triton prompt kernel", paged, spec, block_size)
         parts.append("triton for cached prefixes")
     decode = _decode_with(paged)
+    rotates_decodes: Callable[[int], bool] = _never
     try:
         require_triton(spec)
-        own_decode = triton_decode(spec)
+        own_decode, own_rotates = triton_decode(spec)
         probe_decode("triton decode kernel", own_decode, spec, block_size)
-        decode = own_decode
+        decode, rotates_decodes = own_decode, own_rotates
         parts.append("triton for decodes")
     except BackendUnavailable:
-        probe_decode(package.label, decode, spec, block_size)
-    return ComposedBackend("flash_attn", ", ".join(parts), block_size, decode, paged, ragged, spec.windows)
+        probe_decode(package.label, decode, spec, block_size, has_rope=False)
+    description = ", ".join(parts)
+    return ComposedBackend(
+        "flash_attn", description, block_size, decode, paged, rotates_decodes, ragged, spec.windows
+    )  # fmt: skip
+
+
+def _never(num_decodes: int) -> bool:
+    return False
 
 
 def _decode_with(paged: PagedPromptKernel) -> DecodeKernel:
@@ -84,14 +93,19 @@ def _decode_with(paged: PagedPromptKernel) -> DecodeKernel:
 
     def decode(
         q: Tensor,
+        k: Tensor,
+        v: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
         seq_lens: Tensor,
         block_table: Tensor,
+        slot_mapping: Tensor,
         scale: float,
         window: int | None,
         out: Tensor,
+        rope: Rope | None,
     ) -> None:
+        assert rope is None
         num_seqs = seq_lens.shape[0]
         max_seqlen_k = block_table.shape[1] * k_cache.shape[1]
         batch = PromptBatch(

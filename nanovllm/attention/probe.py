@@ -18,6 +18,7 @@ from nanovllm.attention import AttentionSpec, BackendUnavailable
 from nanovllm.attention.composed import DecodeKernel, PagedPromptKernel, PromptBatch, RaggedPromptKernel
 from nanovllm.kernels.paged_decode import paged_decode_reference
 from nanovllm.kernels.paged_prefill import paged_prefill_reference
+from nanovllm.kernels.rope import Rope
 
 T = TypeVar("T")
 
@@ -37,15 +38,22 @@ def attempt(what: str, function: Callable[[], T]) -> T:
         raise BackendUnavailable(f"{what}: {type(error).__name__}: {lines[0] if lines else ''}") from error
 
 
-def probe_decode(what: str, kernel: DecodeKernel, spec: AttentionSpec, block_size: int) -> None:
+def probe_decode(
+    what: str, kernel: DecodeKernel, spec: AttentionSpec, block_size: int, has_rope: bool = True
+) -> None:  # fmt: skip
     """Raises BackendUnavailable unless `kernel` decodes right under every window of the spec."""
     case = _Case(spec, block_size)
+    rope, slots = case.rope if has_rope else None, case.last_slots()
     for window in spec.windows:
         expected, out = torch.empty_like(case.q[:2]), torch.zeros_like(case.q[:2])
-        args = (case.q[:2], case.k_cache, case.v_cache, case.seq_lens, case.block_table, case.scale, window)
-        paged_decode_reference(*args, expected)
-        attempt(what, partial(kernel, *args, out))
+        q, k, v = case.q[:2], case.k[:2], case.v[:2]
+        where = case.seq_lens, case.block_table, slots
+        caches = case.k_cache.clone(), case.v_cache.clone()
+        paged_decode_reference(q, k, v, *caches, *where, case.scale, window, expected, rope)
+        attempt(what, partial(kernel, q, k, v, case.k_cache, case.v_cache, *where, case.scale, window, out, rope))
         case.compare(what, out, expected, window)
+        for cache, expected_cache in zip((case.k_cache, case.v_cache), caches, strict=True):
+            case.compare(what, cache.flatten(0, 1)[slots], expected_cache.flatten(0, 1)[slots], window)
 
 
 def probe_paged(what: str, kernel: PagedPromptKernel, spec: AttentionSpec, block_size: int) -> None:
@@ -71,9 +79,14 @@ def probe_ragged(what: str, kernel: RaggedPromptKernel, spec: AttentionSpec, blo
 
 
 class _Case:
-    """Two sequences of 40 and 21 keys in shuffled blocks, 19 and 3 of them queries, behind one foreign query."""
+    """Two sequences in shuffled blocks, the first with more queries than a tile has, behind one foreign query.
+
+    Kernels read pages in another way where the queries fill more than one tile (flash-attn 3 does): both are tried.
+    """
 
     first_token = 1
+    seq_lens_list = (340, 21)
+    query_lens = (300, 3)
 
     def __init__(self, spec: AttentionSpec, block_size: int) -> None:
         device, self.dtype = spec.device, spec.dtype
@@ -82,27 +95,42 @@ class _Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device).to(spec.dtype)
 
-        blocks_per_seq = -(-40 // block_size)
+        blocks_per_seq = -(-max(self.seq_lens_list) // block_size)
         self.block_table = torch.arange(2 * blocks_per_seq, 0, -1, dtype=torch.int32, device=device).view(2, -1)
         cache_shape = (2 * blocks_per_seq + 1, block_size, spec.num_kv_heads, spec.head_dim)
         self.k_cache, self.v_cache = normal(*cache_shape), normal(*cache_shape)
         # Behind a sequence's end lies what others left, which may be NaN: a kernel that multiplies it by a probability
         # of zero would hand one request's broken numbers to the next (flash-attn 3 does, over pages).
         for cache in (self.k_cache, self.v_cache):
-            for blocks, seq_len in zip(self.block_table.long(), (40, 21), strict=True):
-                slots = (blocks[:, None] * block_size + torch.arange(block_size, device=device)).flatten()
+            for slots, seq_len in zip(self._slots(), self.seq_lens_list, strict=True):
                 cache.flatten(0, 1)[slots[seq_len:]] = float("nan")
         # As in the model: q, k and v are views into one tensor.
         num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
-        self.qkv = normal(23, num_heads + 2 * num_kv_heads, spec.head_dim)
+        num_tokens = self.first_token + sum(self.query_lens)
+        self.qkv = normal(num_tokens, num_heads + 2 * num_kv_heads, spec.head_dim)
         self.q, self.k, self.v = self.qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        self.cu_seqlens_q = torch.tensor([1, 20, 23], dtype=torch.int32, device=device)
-        self.seq_lens = torch.tensor([40, 21], dtype=torch.int32, device=device)
+        starts = [self.first_token, self.first_token + self.query_lens[0], num_tokens]
+        self.cu_seqlens_q = torch.tensor(starts, dtype=torch.int32, device=device)
+        self.seq_lens = torch.tensor(self.seq_lens_list, dtype=torch.int32, device=device)
+        angles = torch.rand(max(self.seq_lens_list), spec.head_dim // 2, generator=generator, device=device)
+        weights = normal(2, spec.head_dim)
+        self.rope = Rope(weights[0], weights[1], 1e-6, torch.cat([angles.cos(), angles.sin()], dim=1))
         self.scale = spec.head_dim**-0.5
 
     def batch(self, seq_lens: Tensor) -> PromptBatch:
         cu_seqlens_k = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        return PromptBatch(self.cu_seqlens_q, cu_seqlens_k, seq_lens, self.block_table, 19, 40, self.first_token)
+        max_lens = max(self.query_lens), max(self.seq_lens_list)
+        return PromptBatch(self.cu_seqlens_q, cu_seqlens_k, seq_lens, self.block_table, *max_lens, self.first_token)
+
+    def _slots(self) -> Tensor:
+        """int64 [2, tokens]: where the cache has each token of a sequence, and beyond its end to the last block's."""
+        block_size = self.k_cache.shape[1]
+        offsets = torch.arange(block_size, device=self.k_cache.device)
+        return (self.block_table.long()[:, :, None] * block_size + offsets).flatten(1)
+
+    def last_slots(self) -> Tensor:
+        """int64 [2]: of each sequence's last token."""
+        return self._slots().gather(1, self.seq_lens.long()[:, None] - 1)[:, 0]
 
     def copy_to_ragged(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [T, KH, D] that hold what the cache holds."""

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.attention import AttentionMetadata, AttentionSpec, choose_block_size
+from nanovllm.kernels.rope import Rope
 
 BLOCK_SIZE = 32  # tokens: keys are gathered one by one, so any size is as fast; small ones share more of a prefix
 GROUP_BYTES = 3 << 20  # decodes of similar length share a call, as long as their K and V stay in a core's cache
@@ -68,6 +69,10 @@ class TorchBackend:
         self.block_size = choose_block_size(spec, BLOCK_SIZE, 1, "torch")
         self._gathered: tuple[Tensor, Tensor] | None = None
 
+    def rotates_decodes(self, num_decodes: int) -> bool:
+        """Never."""
+        return False
+
     def forward(
         self,
         q: Tensor,  # [T, H, D]
@@ -78,6 +83,7 @@ class TorchBackend:
         metadata: AttentionMetadata,
         scale: float,
         window: int | None,
+        rope: Rope | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

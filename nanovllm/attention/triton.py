@@ -6,6 +6,8 @@ supports no device that a tiny call of the kernels does not run right on: the pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,9 @@ from nanovllm.attention import AttentionSpec, BackendUnavailable, choose_block_s
 from nanovllm.attention.composed import ComposedBackend, DecodeKernel, PromptBatch
 from nanovllm.attention.probe import probe_decode, probe_paged
 from nanovllm.kernels._triton import HAS_TRITON
-from nanovllm.kernels.paged_decode import make_decode_workspace, paged_decode_triton
+from nanovllm.kernels.paged_decode import has_many_items, make_decode_workspace, paged_decode_triton
 from nanovllm.kernels.paged_prefill import paged_prefill_triton
+from nanovllm.kernels.rope import Rope
 
 BLOCK_SIZE = 128  # tokens: one block of the decode kernel, so that it looks a page up once
 
@@ -27,10 +30,10 @@ def build_triton(spec: AttentionSpec) -> ComposedBackend:
     """
     require_triton(spec)
     block_size = choose_block_size(spec, BLOCK_SIZE, 16, "triton")
-    decode = triton_decode(spec)
+    decode, rotates_decodes = triton_decode(spec)
     probe_decode("decode kernel", decode, spec, block_size)
     probe_paged("prompt kernel", triton_paged, spec, block_size)
-    return ComposedBackend("triton", "triton", block_size, decode, triton_paged)
+    return ComposedBackend("triton", "triton", block_size, decode, triton_paged, rotates_decodes)
 
 
 def require_triton(spec: AttentionSpec) -> None:
@@ -41,23 +44,32 @@ def require_triton(spec: AttentionSpec) -> None:
         raise BackendUnavailable("the package triton is not installed")
 
 
-def triton_decode(spec: AttentionSpec) -> DecodeKernel:
-    """The split-KV decode kernel with a workspace for every batch size of this model."""
-    workspace = make_decode_workspace(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.max_model_len, spec.device)
+def triton_decode(spec: AttentionSpec) -> tuple[DecodeKernel, Callable[[int], bool]]:
+    """The decode kernel with a workspace for every batch size of this model, and how many decodes it rotates."""
+    workspace = make_decode_workspace(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.device)
 
     def decode(
         q: Tensor,
+        k: Tensor,
+        v: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
         seq_lens: Tensor,
         block_table: Tensor,
+        slot_mapping: Tensor,
         scale: float,
         window: int | None,
         out: Tensor,
+        rope: Rope | None,
     ) -> None:
-        paged_decode_triton(q, k_cache, v_cache, seq_lens, block_table, scale, window, out, workspace)
+        paged_decode_triton(
+            q, k, v, k_cache, v_cache, seq_lens, block_table, slot_mapping, scale, window, out, rope, workspace
+        )
 
-    return decode
+    def rotates_decodes(num_decodes: int) -> bool:
+        return not has_many_items(num_decodes * spec.num_kv_heads, workspace.num_sms)
+
+    return decode, rotates_decodes
 
 
 def triton_paged(

@@ -73,7 +73,10 @@ class BlockManager:
         return self.num_blocks_for(seq.max_total_tokens - 1)
 
     def hash_blocks(self, seq: Sequence) -> None:
-        """Hash the full blocks of the known tokens that are not hashed yet: a prompt's once, on arrival."""
+        """Hash the full blocks of the known tokens that are not hashed yet: a prompt's once, when it may start first.
+
+        Not on arrival: then the device would wait for the hashes of a whole batch.
+        """
         if not self.enable_prefix_caching:
             return
         size = self.block_size

@@ -7,7 +7,8 @@ looks at a token: what ends a sequence is decided elsewhere and told to `finish`
 
 Plans run strictly in the order in which schedule() returned them. That order is the only fence: a block that is freed
 may be given away at once, and a block may be read by any plan from the one that writes it on, that one too, because
-each layer stores the keys of the whole step before any of its queries reads.
+each layer stores the keys of a step's prompt chunks before any of its queries reads. (What a decode stores only its own
+query reads in that step: generated tokens are offered for sharing when their sequence lets go of them.)
 """
 
 from __future__ import annotations
@@ -106,7 +107,6 @@ class Scheduler:
         """
         for each in (seq, *seq.forks):
             assert 0 < len(each.token_ids) < each.max_total_tokens <= self.max_model_len and not each.is_finished
-        self.blocks.hash_blocks(seq)
         self._queue(seq, self._waiting.append)
 
     def _queue(self, seq: Sequence, put: Callable[[Sequence], None]) -> None:

@@ -13,6 +13,8 @@ RoPE: Su et al. 2021, arXiv:2104.09864, in the rotate-half layout of GPT-NeoX. N
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,20 @@ from nanovllm.kernels.device import dependent_launch, device_of
 from nanovllm.kernels.norm import rms_norm_reference
 
 _ELEMENTS = 1024  # values in a program's tile of half heads: 4 warps of 16-byte loads
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How a layer turns projected q and k into what attention compares.
+
+    q_weight, k_weight [D] are those of the norm over each head, None where the model has none; eps is theirs. cos_sin
+    is float32 [max_pos, D], cosines then sines, contiguous.
+    """
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    cos_sin: Tensor
 
 
 @triton.jit
@@ -39,7 +55,7 @@ def _norm_rope(
     return (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "eps"])
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "eps"])
 def _qk_norm_rope_store_kernel(
     qkv_ptr,
     q_weight_ptr,
@@ -49,7 +65,8 @@ def _qk_norm_rope_store_kernel(
     slot_mapping_ptr,
     k_cache_ptr,
     v_cache_ptr,
-    num_tokens,
+    first_token,
+    num_tokens,  # from first_token on
     eps,
     qkv_stride,
     NUM_HEADS: tl.constexpr,
@@ -79,6 +96,7 @@ def _qk_norm_rope_store_kernel(
         head = rows % NUM_KV_HEADS
         row_mask = token < num_tokens
         mask = row_mask & in_half
+        token += first_token
         position = tl.load(positions_ptr + token, mask=row_mask, other=0).to(tl.int64)
         slot = tl.load(slot_mapping_ptr + token, mask=row_mask, other=-1)
         k_ptrs = qkv_ptr + token.to(tl.int64) * qkv_stride + (NUM_HEADS + head) * (2 * HALF) + columns
@@ -105,6 +123,7 @@ def _qk_norm_rope_store_kernel(
         head = rows % NUM_HEADS
         row_mask = token < num_tokens
         mask = row_mask & in_half
+        token += first_token
         position = tl.load(positions_ptr + token, mask=row_mask, other=0).to(tl.int64)
         q_ptrs = qkv_ptr + token.to(tl.int64) * qkv_stride + head * (2 * HALF) + columns
         q1 = tl.load(q_ptrs, mask=mask, other=0.0)
@@ -118,10 +137,7 @@ def _qk_norm_rope_store_kernel(
 
 def qk_norm_rope_store_triton(
     qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos_sin: Tensor,
+    rope: Rope,
     positions: Tensor,
     slot_mapping: Tensor,
     k_cache: Tensor,
@@ -130,6 +146,7 @@ def qk_norm_rope_store_triton(
     num_kv_heads: int,
     head_dim: int,
     write_k: bool,
+    first_token: int = 0,
 ) -> None:
     num_tokens, width = qkv.shape
     if width != (num_heads + 2 * num_kv_heads) * head_dim or qkv.stride(1) != 1 or head_dim % 2:
@@ -137,28 +154,30 @@ def qk_norm_rope_store_triton(
             f"qkv: [T, {(num_heads + 2 * num_kv_heads) * head_dim}] with contiguous rows and even heads needed, "
             f"got {tuple(qkv.shape)} {qkv.stride()}, head_dim {head_dim}"
         )
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and cos_sin.is_contiguous()):
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and rope.cos_sin.is_contiguous()):
         raise ValueError("k_cache, v_cache and cos_sin must be contiguous")
     block = 1 << (head_dim // 2 - 1).bit_length()
     rows = max(_ELEMENTS // block, 1)
+    num_tokens -= first_token
     num_programs = -(-num_tokens * num_kv_heads // rows) + -(-num_tokens * num_heads // rows)
     _qk_norm_rope_store_kernel[(num_programs,)](
         qkv,
-        qkv if q_weight is None else q_weight,
-        qkv if k_weight is None else k_weight,
-        cos_sin,
+        qkv if rope.q_weight is None else rope.q_weight,
+        qkv if rope.k_weight is None else rope.k_weight,
+        rope.cos_sin,
         positions,
         slot_mapping,
         k_cache,
         v_cache,
+        first_token,
         num_tokens,
-        eps,
+        rope.eps,
         qkv.stride(0),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
-        HAS_Q_NORM=q_weight is not None,
-        HAS_K_NORM=k_weight is not None,
+        HAS_Q_NORM=rope.q_weight is not None,
+        HAS_K_NORM=rope.k_weight is not None,
         WRITE_K=write_k,
         ROWS=rows,
         BLOCK=block,
@@ -173,10 +192,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def qk_norm_rope_store_reference(
     qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos_sin: Tensor,
+    rope: Rope,
     positions: Tensor,
     slot_mapping: Tensor,
     k_cache: Tensor,
@@ -185,10 +201,14 @@ def qk_norm_rope_store_reference(
     num_kv_heads: int,
     head_dim: int,
     write_k: bool,
+    first_token: int = 0,
 ) -> None:
+    if first_token:
+        qkv, positions, slot_mapping = qkv[first_token:], positions[first_token:], slot_mapping[first_token:]
+    q_weight, k_weight, eps = rope.q_weight, rope.k_weight, rope.eps
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))  # [T, H + 2 * KH, D], a view
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    cos, sin = cos_sin[positions.long()][:, None].chunk(2, dim=-1)  # [T, 1, D / 2] each
+    cos, sin = rope.cos_sin[positions.long()][:, None].chunk(2, dim=-1)  # [T, 1, D / 2] each
     if q_weight is None and k_weight is None:
         normed = heads[:, : num_heads + num_kv_heads]
     else:
@@ -208,10 +228,7 @@ def qk_norm_rope_store_reference(
 
 def qk_norm_rope_store(
     qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos_sin: Tensor,
+    rope: Rope,
     positions: Tensor,
     slot_mapping: Tensor,
     k_cache: Tensor,
@@ -220,20 +237,18 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     head_dim: int,
     write_k: bool,
+    first_token: int = 0,
 ) -> None:
-    """Normalise (where weights [D] are given) and rotate q and k of `qkv` [T, (H + 2 * KH) * D]; store K and V.
+    """Normalise and rotate q and k of `qkv` [T, (H + 2 * KH) * D] from `first_token` on; store K and V.
 
-    q is replaced in place, and k too when `write_k` (for a backend that reads a prompt's keys from `qkv`). `cos_sin` is
-    float32 [max_pos, D], cosines then sines; `positions` int32 [T]; `slot_mapping` int64 [T], flat slots of the caches
-    [num_blocks, block_size, KH, D], contiguous; a slot of -1 stores nothing.
+    q is replaced in place, and k too when `write_k` (for a backend that reads a prompt's keys from `qkv`). `positions`
+    int32 [T]; `slot_mapping` int64 [T], flat slots of the caches [num_blocks, block_size, KH, D], contiguous; a slot of
+    -1 stores nothing.
     """
     run = qk_norm_rope_store_triton if qkv.is_cuda else qk_norm_rope_store_reference
     run(
         qkv,
-        q_weight,
-        k_weight,
-        eps,
-        cos_sin,
+        rope,
         positions,
         slot_mapping,
         k_cache,
@@ -242,4 +257,5 @@ def qk_norm_rope_store(
         num_kv_heads,
         head_dim,
         write_k,
+        first_token,
     )

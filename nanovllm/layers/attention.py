@@ -1,8 +1,8 @@
 """Self-attention of one layer: projections, QK-norm, rotary embedding, KV store, paged attention.
 
-Owns: the projections and the layer's window. Invariant: this step's K and V are in the cache before the backend runs,
-so a backend may read every key from there. It deliberately holds no cache and no metadata; both are arguments of
-`forward`.
+Owns: the projections and the layer's window. Invariant: when the backend runs, this step's K and V are in the cache,
+except those of decodes where the backend says that it stores them itself: nobody else reads them in this step. It
+deliberately holds no cache and no metadata; both are arguments of `forward`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanovllm.attention import AttentionBackend, AttentionMetadata
 from nanovllm.kernels.decode_linear import ResidualStream, norm_linear
-from nanovllm.kernels.rope import qk_norm_rope_store
+from nanovllm.kernels.rope import Rope, qk_norm_rope_store
 from nanovllm.layers.linear import Linear, Part
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.parallel import TensorParallel, local_heads
@@ -87,21 +87,28 @@ class Attention(nn.Module):
         """qkv [T, (H + 2 * KH) * D], changed in place -> [T, H * D]."""
         k_cache, v_cache = kv_cache  # [num_blocks, block_size, KH, D] each
         has_norm = self.qk_norm_eps is not None
-        qk_norm_rope_store(
-            qkv,
+        rope = Rope(
             self.q_norm.weight if has_norm else None,
             self.k_norm.weight if has_norm else None,
             self.qk_norm_eps or 0.0,
             self.cos_sin,
-            positions,
-            metadata.slot_mapping,
-            k_cache,
-            v_cache,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.backend.needs_rotated_k,
         )
+        rotates_decodes = self.backend.rotates_decodes(metadata.num_decode_tokens)
+        first_token = metadata.num_decode_tokens if rotates_decodes else 0
+        if first_token < len(qkv):
+            qk_norm_rope_store(
+                qkv,
+                rope,
+                positions,
+                metadata.slot_mapping,
+                k_cache,
+                v_cache,
+                self.num_heads,
+                self.num_kv_heads,
+                self.head_dim,
+                self.backend.needs_rotated_k,
+                first_token,
+            )
         q, k, v = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=1)
         attended = self.backend.forward(
             q.unflatten(1, (self.num_heads, self.head_dim)),  # [T, H, D], a view of qkv like k and v
@@ -112,5 +119,6 @@ class Attention(nn.Module):
             metadata,
             self.scale,
             self.window,
+            rope if rotates_decodes else None,
         )  # [T, H, D]
         return attended.flatten(1)

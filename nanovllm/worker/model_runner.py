@@ -36,7 +36,7 @@ from nanovllm.worker.persistent_batch import PersistentBatch
 from nanovllm.worker.platform import compute_stream, resolve_device, resolve_dtype
 from nanovllm.worker.step_sampler import StepSampler
 from nanovllm.worker.step_shape import StepShape
-from nanovllm.worker.warmup import KernelWarmup, model_calls, product_calls, step_calls
+from nanovllm.worker.warmup import KernelWarmup, attention_calls, model_calls, product_calls, step_calls
 from nanovllm.worker.weights import Source, Weights
 
 logger = logging.getLogger("nanovllm")
@@ -104,11 +104,13 @@ class ModelRunner:
         )
         self.block_size = config.kvcache_block_size = self.backend.block_size
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
+        sizes = graph_sizes(config.max_num_seqs)
         self.warmup.start(
-            step_calls(model_config, self.tp.size, self.dtype, self.device, self.backend, config.max_num_seqs)
+            attention_calls(model_config, self.tp.size, self.dtype, self.device, self.backend, sizes)
+            + step_calls(self.backend, self.device)
         )
         self.model = build_model(model_config, self.backend, self.dtype, self.device, tp=self.tp)
-        self.warmup.start(product_calls(self.model, self.dtype, graph_sizes(config.max_num_seqs)))
+        self.warmup.start(product_calls(self.model, self.dtype, sizes))
         self.weights = Weights(self.model, model_config)
         if config.load_format == "dummy":
             initialize_dummy_weights(self.model, config.seed)

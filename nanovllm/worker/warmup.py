@@ -23,8 +23,9 @@ from nanovllm.kernels.decode_linear import ResidualStream, linear_residual, norm
 from nanovllm.kernels.decode_linear_config import Kind, choose_config
 from nanovllm.kernels.device import device_of
 from nanovllm.kernels.norm import LARGE_BATCH_ELEMENTS, add_rms_norm, rms_norm
+from nanovllm.kernels.paged_decode import decode_variant
 from nanovllm.kernels.prepare import prepare_inputs
-from nanovllm.kernels.rope import qk_norm_rope_store
+from nanovllm.kernels.rope import Rope, qk_norm_rope_store
 from nanovllm.kernels.update import scatter_updates
 from nanovllm.layers.parallel import local_heads
 from nanovllm.layers.sampler import Sampler
@@ -98,19 +99,42 @@ class _Settings:
         self.num_tokens = torch.ones(num_rows, dtype=torch.int32, device=device)
 
 
-def step_calls(
+def step_calls(backend: AttentionBackend, device: torch.device) -> list[Callable[[], object]]:
+    """The kernels around the model: updates, inputs, advance."""
+
+    def ints(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def prepare(max_query_len: int) -> None:
+        slots = torch.zeros(NUM_ROWS, dtype=torch.int64, device=device)
+        prepare_inputs(
+            ints(NUM_ROWS), ints(NUM_ROWS + 1), ints(NUM_ROWS, 64), ints(NUM_ROWS), ints(NUM_ROWS, NUM_ROWS),
+            backend.block_size, max_query_len, ints(NUM_ROWS), ints(NUM_ROWS), slots, ints(NUM_ROWS),
+            ints(NUM_ROWS, NUM_ROWS),
+        )  # fmt: skip
+
+    def move_on() -> None:
+        starts, counts = ints(NUM_ROWS + 1), ints(2, NUM_ROWS)
+        advance(ints(NUM_ROWS), starts, NUM_ROWS, ints(NUM_ROWS), ints(NUM_ROWS, 64), counts[0], counts[1])
+
+    updates = partial(scatter_updates, ints(64), ints(64), 1, 1)
+    return [partial(prepare, 1), partial(prepare, 64), updates, move_on]
+
+
+def attention_calls(
     config: ModelConfig,
     tp_size: int,
     dtype: torch.dtype,
     device: torch.device,
     backend: AttentionBackend,
-    max_num_seqs: int,
+    sizes: list[int],
 ) -> list[Callable[[], object]]:
-    """The kernels around the model: updates, inputs, rope and store, decodes of one, few and so many rows, advance."""
+    """Rope and store, and decodes, once for each launch that the batch sizes `sizes` are compiled for."""
     heads, kv_heads = local_heads(config.num_heads, config.num_kv_heads, tp_size)
     head_dim, few = config.head_dim, 2 * NUM_ROWS  # too many for dependent launch
     cache = torch.zeros(2, backend.block_size, kv_heads, head_dim, dtype=dtype, device=device)
-    cos_sin = torch.zeros(few, head_dim, device=device)
+    weight = torch.ones(head_dim, dtype=dtype, device=device) if config.qk_norm else None
+    rope = Rope(weight, weight, config.rms_norm_eps, torch.zeros(few, head_dim, device=device))
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -121,11 +145,10 @@ def step_calls(
     def qkv(num_tokens: int) -> Tensor:
         return torch.zeros(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
 
-    def rope(num_rows: int) -> None:
-        weight = torch.ones(head_dim, dtype=dtype, device=device) if config.qk_norm else None
+    def rotate(num_rows: int) -> None:
         qk_norm_rope_store(
-            qkv(num_rows), weight, weight, config.rms_norm_eps, cos_sin, ints(num_rows), slots(num_rows), cache, cache,
-            heads, kv_heads, head_dim, backend.needs_rotated_k,
+            qkv(num_rows), rope, ints(num_rows), slots(num_rows), cache, cache, heads, kv_heads, head_dim,
+            backend.needs_rotated_k,
         )  # fmt: skip
 
     def decode(num_decodes: int) -> None:
@@ -134,31 +157,15 @@ def step_calls(
         metadata = AttentionMetadata(
             starts, ints(num_decodes) + 1, ints(num_decodes, NUM_ROWS), slots(num_decodes), 1, 1, num_decodes, False
         )
+        rotates = backend.rotates_decodes(num_decodes)
         for window in dict.fromkeys(config.layer_windows):
-            backend.forward(q, k, v, cache, cache, metadata, 1.0, window)
+            backend.forward(q, k, v, cache, cache, metadata, 1.0, window, rope if rotates else None)
 
-    def prepare(max_query_len: int) -> None:
-        prepare_inputs(
-            ints(NUM_ROWS), ints(NUM_ROWS + 1), ints(NUM_ROWS, 64), ints(NUM_ROWS), ints(NUM_ROWS, NUM_ROWS),
-            backend.block_size, max_query_len, ints(NUM_ROWS), ints(NUM_ROWS), slots(NUM_ROWS), ints(NUM_ROWS),
-            ints(NUM_ROWS, NUM_ROWS),
-        )  # fmt: skip
-
-    def move_on() -> None:
-        starts, counts = ints(NUM_ROWS + 1), ints(2, NUM_ROWS)
-        advance(ints(NUM_ROWS), starts, NUM_ROWS, ints(NUM_ROWS), ints(NUM_ROWS, 64), counts[0], counts[1])
-
-    updates = partial(scatter_updates, ints(64), ints(64), 1, 1)
-    calls = [partial(decode, num) for num in dict.fromkeys((max_num_seqs, min(few, max_num_seqs), 1))]
-    return [
-        *calls,
-        partial(rope, NUM_ROWS),
-        partial(rope, few),
-        partial(prepare, 1),
-        partial(prepare, 64),
-        updates,
-        move_on,
-    ]
+    first: dict[object, int] = {}
+    for size in sizes:
+        variant = decode_variant(size, kv_heads, head_dim, dtype, backend.block_size, device_of(device))
+        first.setdefault((repr(variant), backend.rotates_decodes(size)), size)
+    return [*(partial(decode, size) for size in first.values()), partial(rotate, NUM_ROWS), partial(rotate, few)]
 
 
 def product_calls(model: Qwen3ForCausalLM, dtype: torch.dtype, sizes: list[int]) -> list[Callable[[], object]]:

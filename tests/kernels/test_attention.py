@@ -26,6 +26,7 @@ from nanovllm.kernels.paged_decode import (
     paged_decode_triton,
 )
 from nanovllm.kernels.paged_prefill import cache_descriptors, paged_prefill_reference, paged_prefill_triton
+from nanovllm.kernels.rope import Rope, qk_norm_rope_store_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # absolute, and as much relative
 
@@ -74,11 +75,14 @@ class Step:
         self.q, self.k, self.v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         self.scale = head_dim**-0.5
         self.chunks, self.table = chunks, table
+        last_slots = torch.cat(
+            [own[seq_len - query_len :] for own, (query_len, seq_len) in zip(slots, chunks, strict=True)]
+        )
         self.metadata = AttentionMetadata(
             cu_seqlens_q=torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
             block_table=table.to(device),
-            slot_mapping=torch.zeros(sum(query_lens), dtype=torch.int64, device=device),
+            slot_mapping=last_slots.to(device),
             max_seqlen_q=max(query_lens),
             max_seqlen_k=max(seq_lens),
             num_decode_tokens=num_decodes,
@@ -130,7 +134,49 @@ class Step:
         torch.testing.assert_close(out[rows].double(), self.expected(window)[rows], atol=tolerance, rtol=tolerance)
 
     def forward(self, backend, window: int | None = None) -> Tensor:
-        return backend.forward(self.q, self.k, self.v, self.k_cache, self.v_cache, self.metadata, self.scale, window)
+        """Decodes go as they come from the projection where the backend rotates them."""
+        args = (self.k_cache, self.v_cache, self.metadata, self.scale, window)
+        if not backend.rotates_decodes(self.metadata.num_decode_tokens):
+            return backend.forward(self.q, self.k, self.v, *args, None)
+        q, k, v = self.projected()
+        return backend.forward(q, k, v, *args, self.rope)
+
+    def projected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of which norm and rotation make, for decodes, q and the last key in the cache (in one tensor).
+
+        The other way round would need an inverse: random projections, and what the reference makes of them goes into
+        `q` and, as far as the cache has it, into the cache, where that key and value become NaN until they are stored.
+        """
+        count = self.metadata.num_decode_tokens
+        heads = (self.q.shape[1], self.k.shape[1], self.q.shape[2])
+        generator = torch.Generator(self.q.device).manual_seed(1)
+        qkv = torch.cat([self.q, self.k, self.v], dim=1)
+        new = torch.randn(count, *qkv.shape[1:], generator=generator, device=qkv.device).to(qkv.dtype)
+        qkv[:count] = new
+        slots = self.metadata.slot_mapping[:count]
+        if not hasattr(self, "rope"):
+            angles = torch.rand(max(n for _, n in self.chunks), heads[2] // 2, generator=generator, device=qkv.device)
+            weights = torch.randn(2, heads[2], generator=generator, device=qkv.device).to(qkv.dtype)
+            self.rope = Rope(weights[0], weights[1], 1e-6, torch.cat([angles.cos(), angles.sin()], dim=1))
+        rotated = new.flatten(1).clone()
+        qk_norm_rope_store_reference(
+            rotated, self.rope, self.metadata.seq_lens[:count] - 1, slots, self.k_cache, self.v_cache, *heads, False
+        )
+        self.q[:count] = rotated.unflatten(1, (-1, heads[2]))[:, : heads[0]]
+        self.stored = [cache.flatten(0, 1)[slots].clone() for cache in (self.k_cache, self.v_cache)]
+        for cache in (self.k_cache, self.v_cache):
+            cache.flatten(0, 1)[slots] = float("nan")
+        return qkv.split(heads[:2] + heads[1:2], dim=1)
+
+    def check_stored(self) -> None:
+        slots = self.metadata.slot_mapping[: self.metadata.num_decode_tokens]
+        for cache, expected in zip((self.k_cache, self.v_cache), self.stored, strict=True):
+            torch.testing.assert_close(
+                cache.flatten(0, 1)[slots].float(),
+                expected.float(),
+                atol=TOLERANCE[cache.dtype],
+                rtol=TOLERANCE[cache.dtype],
+            )
 
 
 def skip_interpreted_bfloat16(device: str, dtype: torch.dtype) -> None:
@@ -138,16 +184,20 @@ def skip_interpreted_bfloat16(device: str, dtype: torch.dtype) -> None:
         pytest.skip("Triton's interpreter multiplies the bit patterns of bfloat16")
 
 
-def run_decode(step: Step, window: int | None, num_splits: int | None) -> Tensor:
+def run_decode(step: Step, window: int | None, num_splits: int | None, has_rope: bool = False) -> Tensor:
     num_heads, head_dim = step.q.shape[1:]
     num_kv_heads = step.k_cache.shape[2]
     num_programs = len(step.chunks) * num_kv_heads * num_splits if num_splits is not None else None
-    workspace = make_decode_workspace(num_heads, num_kv_heads, head_dim, 4096, step.q.device, num_programs)
+    workspace = make_decode_workspace(num_heads, num_kv_heads, head_dim, step.q.device, num_programs)
     out = torch.full(step.q.shape, float("nan"), dtype=step.q.dtype, device=step.q.device)
     meta = step.metadata
-    args = (step.q, step.k_cache, step.v_cache, meta.seq_lens, meta.block_table, step.scale, window, out)
-    paged_decode_triton(*args, workspace, num_splits)
+    q, k, v = step.projected() if has_rope else (step.q, None, None)
+    rope = step.rope if has_rope else None
+    where = (step.k_cache, step.v_cache, meta.seq_lens, meta.block_table, meta.slot_mapping)
+    paged_decode_triton(q, k, v, *where, step.scale, window, out, rope, workspace, num_splits)
     assert not workspace.arrivals.any()  # ready for the next launch
+    if has_rope:
+        step.check_stored()
     return out
 
 
@@ -165,29 +215,42 @@ DECODES = [(1, 1), (1, 63), (1, 200), (1, 128)]
 MIXED = [(1, 5), (1, 77), (20, 20), (3, 60), (50, 131), (1, 1), (1, 90)]  # 2 decodes, then chunks, two of one token
 
 
-@pytest.mark.parametrize("num_splits", [1, 3, 7])
-@pytest.mark.parametrize("window", [None, 40])
-def test_decode_kernel_splits_and_windows(kernel_device: str, num_splits: int, window: int | None) -> None:
-    step = Step(DECODES, 4, device=kernel_device)
-    step.check(run_decode(step, window, num_splits), window)
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 7])
+@pytest.mark.parametrize("window", [None, 1, 2, 40, 64])
+@pytest.mark.parametrize("has_rope", [False, True])
+def test_decode_kernel_splits_and_windows(
+    kernel_device: str, num_splits: int, window: int | None, has_rope: bool
+) -> None:
+    """Lengths beside and on the bounds of tiles, which are 32 keys in float32."""
+    lengths = (1, 63, 200, 128, 32, 33, 65, 2)
+    step = Step([(1, n) for n in lengths], len(lengths), device=kernel_device)
+    step.check(run_decode(step, window, num_splits, has_rope), window)
+
+
+def test_decode_kernel_merges_many_splits(kernel_device: str) -> None:
+    """More than the merge holds at a time, of one item and of several."""
+    for lengths in ((1300,), (700, 10, 900)):
+        step = Step([(1, n) for n in lengths], len(lengths), 2, 2, 16, device=kernel_device)
+        step.check(run_decode(step, None, 40, has_rope=True), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("has_rope", [False, True])
 def test_decode_kernel_dtypes_and_block_sizes(
-    kernel_device: str, dtype: torch.dtype, block_size: int, num_splits: int
+    kernel_device: str, dtype: torch.dtype, block_size: int, num_splits: int, has_rope: bool
 ) -> None:
     skip_interpreted_bfloat16(kernel_device, dtype)
     step = Step(DECODES, 4, dtype=dtype, block_size=block_size, device=kernel_device)
-    step.check(run_decode(step, None, num_splits), None)
+    step.check(run_decode(step, None, num_splits, has_rope), None)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("num_heads", [2, 6, 8, 16])  # groups of 1, 3, 4, 8
 def test_decode_kernel_heads(kernel_device: str, head_dim: int, num_heads: int) -> None:
     step = Step(DECODES[1:3], 2, num_heads, 2, head_dim, dtype=torch.float16, device=kernel_device)
-    step.check(run_decode(step, None, 2), None)
+    step.check(run_decode(step, None, 2, has_rope=True), None)
 
 
 def test_decode_of_padded_rows_is_finite(kernel_device: str) -> None:
@@ -271,17 +334,18 @@ def test_references_follow_the_naive_one(window: int | None) -> None:
     decodes = Step(DECODES, 4)
     meta, out = decodes.metadata, torch.empty_like(decodes.q)
     paged_decode_reference(
-        decodes.q, decodes.k_cache, decodes.v_cache, meta.seq_lens, meta.block_table, decodes.scale, window, out
-    )
+        decodes.q, None, None, decodes.k_cache, decodes.v_cache, meta.seq_lens, meta.block_table, None, decodes.scale,
+        window, out, None,
+    )  # fmt: skip
     decodes.check(out, window)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 def test_splits_fit_the_workspace_at_every_batch_size(num_kv_heads: int) -> None:
-    workspace = make_decode_workspace(16, num_kv_heads, 64, 1 << 20, "cpu")
-    for num_seqs in range(1, 64):
-        splits = choose_num_splits(num_seqs, num_kv_heads, workspace)
-        assert splits == 1 or num_seqs * splits * num_kv_heads <= workspace.arrivals.numel()
+    workspace = make_decode_workspace(16, num_kv_heads, 64, "cpu")
+    for num_items in range(num_kv_heads, 64 * num_kv_heads, num_kv_heads):
+        splits = choose_num_splits(num_items, workspace.num_sms)
+        assert splits == 1 or num_items * splits <= workspace.arrivals.numel()
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 1000])

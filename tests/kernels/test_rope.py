@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.rope import qk_norm_rope_store, qk_norm_rope_store_reference, qk_norm_rope_store_triton
+from nanovllm.kernels.rope import (
+    Rope,
+    qk_norm_rope_store,
+    qk_norm_rope_store_reference,
+    qk_norm_rope_store_triton,
+)
 
 EPS = 1e-6
 MAX_POSITION = 200
@@ -33,10 +38,11 @@ class Case:
     head_dim: int
     write_k: bool
 
-    def run(self, function: Callable[..., None]) -> None:
-        weights = (self.q_weight, self.k_weight, EPS, self.cos_sin)
+    def run(self, function: Callable[..., None], first_token: int = 0) -> None:
+        rope = Rope(self.q_weight, self.k_weight, EPS, self.cos_sin)
         where = (self.positions, self.slot_mapping, self.k_cache, self.v_cache)
-        function(self.qkv, *weights, *where, self.num_heads, self.num_kv_heads, self.head_dim, self.write_k)
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        function(self.qkv, rope, *where, *heads, self.write_k, first_token)
 
     def copy(self, dtype: torch.dtype | None = None) -> Case:
         """A deep copy, floating values but cos_sin in `dtype`."""
@@ -181,6 +187,20 @@ def test_kernel_options(norm: bool, write_k: bool, strided: bool, kernel_device:
     expected.run(qk_norm_rope_store_reference)
     case.run(qk_norm_rope_store_triton)
     assert_same(case, expected, 1e-5)
+
+
+@pytest.mark.parametrize("first_token", [1, 5, 17])
+def test_kernel_leaves_the_first_tokens_alone(first_token: int, kernel_device: str) -> None:
+    case = make_case(17 + first_token, (6, 2, 64), torch.float32, kernel_device, write_k=True)
+    expected, before = case.copy(), case.copy()
+    expected.run(qk_norm_rope_store_reference, first_token)
+    case.run(qk_norm_rope_store_triton, first_token)
+    assert torch.equal(case.qkv[:first_token], before.qkv[:first_token])
+    torch.testing.assert_close(case.qkv, expected.qkv, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(case.k_cache, expected.k_cache, rtol=1e-5, atol=1e-5)
+    assert torch.equal(case.v_cache, expected.v_cache)
+    left_out = before.slot_mapping[:first_token]
+    assert case.k_cache.flatten(0, 1)[left_out[left_out >= 0]].eq(7).all()
 
 
 def test_kernel_refuses_what_would_corrupt(kernel_device: str) -> None:
