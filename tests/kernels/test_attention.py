@@ -75,6 +75,9 @@ class Step:
         self.q, self.k, self.v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         self.scale = head_dim**-0.5
         self.chunks, self.table = chunks, table
+        self.heads = [num_heads, num_kv_heads, num_kv_heads]
+        self.slots = slots  # of each sequence's tokens
+        self.projected: Tensor | None = None
         last_slots = torch.cat(
             [own[seq_len - query_len :] for own, (query_len, seq_len) in zip(slots, chunks, strict=True)]
         )
@@ -135,48 +138,60 @@ class Step:
 
     def forward(self, backend, window: int | None = None) -> Tensor:
         """Decodes go as they come from the projection where the backend rotates them."""
+        if backend.rotates_decodes(self.metadata.num_decode_tokens):
+            self.expect_projected()
+        return self.run(backend, window)
+
+    def run(self, backend, window: int | None = None) -> Tensor:
+        """`forward` where `expect_projected`, if need be, has been called: what a graph can capture."""
         args = (self.k_cache, self.v_cache, self.metadata, self.scale, window)
         if not backend.rotates_decodes(self.metadata.num_decode_tokens):
             return backend.forward(self.q, self.k, self.v, *args, None)
-        q, k, v = self.projected()
-        return backend.forward(q, k, v, *args, self.rope)
+        return backend.forward(*self.projected.split(self.heads, dim=1), *args, self.rope)
 
-    def projected(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of which norm and rotation make, for decodes, q and the last key in the cache (in one tensor).
+    def expect_projected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of `projected`: q, k and v of one tensor, the decodes' not yet normalised and rotated.
 
-        The other way round would need an inverse: random projections, and what the reference makes of them goes into
-        `q` and, as far as the cache has it, into the cache, where that key and value become NaN until they are stored.
+        What the reference makes of them goes into `q` and the cache, as `expected` reads them, and `stored`. Then the
+        cache has NaN there until somebody stores the keys and values.
         """
-        count = self.metadata.num_decode_tokens
-        heads = (self.q.shape[1], self.k.shape[1], self.q.shape[2])
-        generator = torch.Generator(self.q.device).manual_seed(1)
-        qkv = torch.cat([self.q, self.k, self.v], dim=1)
-        new = torch.randn(count, *qkv.shape[1:], generator=generator, device=qkv.device).to(qkv.dtype)
-        qkv[:count] = new
-        slots = self.metadata.slot_mapping[:count]
-        if not hasattr(self, "rope"):
-            angles = torch.rand(max(n for _, n in self.chunks), heads[2] // 2, generator=generator, device=qkv.device)
-            weights = torch.randn(2, heads[2], generator=generator, device=qkv.device).to(qkv.dtype)
+        count, head_dim = self.metadata.num_decode_tokens, self.q.shape[2]
+        if self.projected is None:
+            generator = torch.Generator(self.q.device).manual_seed(1)
+
+            def randn(*shape: int) -> Tensor:
+                return torch.randn(shape, generator=generator, device=self.q.device)
+
+            self.projected = torch.cat([self.q, self.k, self.v], dim=1)
+            self.projected[:count] = randn(count, *self.projected.shape[1:]).to(self.q.dtype)
+            angles = randn(max(n for _, n in self.chunks), head_dim // 2)
+            weights = randn(2, head_dim).to(self.q.dtype)
             self.rope = Rope(weights[0], weights[1], 1e-6, torch.cat([angles.cos(), angles.sin()], dim=1))
-        rotated = new.flatten(1).clone()
-        qk_norm_rope_store_reference(
-            rotated, self.rope, self.metadata.seq_lens[:count] - 1, slots, self.k_cache, self.v_cache, *heads, False
-        )
-        self.q[:count] = rotated.unflatten(1, (-1, heads[2]))[:, : heads[0]]
-        self.stored = [cache.flatten(0, 1)[slots].clone() for cache in (self.k_cache, self.v_cache)]
-        for cache in (self.k_cache, self.v_cache):
+        slots, caches = self.metadata.slot_mapping[:count], (self.k_cache, self.v_cache)
+        rotated = self.projected[:count].flatten(1).clone()
+        where = (self.metadata.seq_lens[:count] - 1, slots, *caches)
+        qk_norm_rope_store_reference(rotated, self.rope, *where, self.heads[0], self.heads[1], head_dim, False)
+        self.q[:count] = rotated.unflatten(1, (-1, head_dim))[:, : self.heads[0]]
+        self.stored = [cache.flatten(0, 1)[slots].clone() for cache in caches]
+        for cache in caches:
             cache.flatten(0, 1)[slots] = float("nan")
-        return qkv.split(heads[:2] + heads[1:2], dim=1)
+        q, k, v = self.projected.split(self.heads, dim=1)
+        return q, k, v
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Of decodes, none longer than at first; in place, as between replays of a graph."""
+        if self.projected is not None:  # what the last keys were is known no more
+            for cache, stored in zip((self.k_cache, self.v_cache), self.stored, strict=True):
+                cache.flatten(0, 1)[self.metadata.slot_mapping] = stored
+        self.chunks = [(1, n) for n in lengths]
+        self.metadata.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self.metadata.slot_mapping.copy_(torch.stack([own[n - 1] for own, n in zip(self.slots, lengths, strict=True)]))
 
     def check_stored(self) -> None:
         slots = self.metadata.slot_mapping[: self.metadata.num_decode_tokens]
         for cache, expected in zip((self.k_cache, self.v_cache), self.stored, strict=True):
-            torch.testing.assert_close(
-                cache.flatten(0, 1)[slots].float(),
-                expected.float(),
-                atol=TOLERANCE[cache.dtype],
-                rtol=TOLERANCE[cache.dtype],
-            )
+            found, tolerance = cache.flatten(0, 1)[slots].float(), TOLERANCE[cache.dtype]
+            torch.testing.assert_close(found, expected.float(), atol=tolerance, rtol=tolerance)
 
 
 def skip_interpreted_bfloat16(device: str, dtype: torch.dtype) -> None:
@@ -191,7 +206,7 @@ def run_decode(step: Step, window: int | None, num_splits: int | None, has_rope:
     workspace = make_decode_workspace(num_heads, num_kv_heads, head_dim, step.q.device, num_programs)
     out = torch.full(step.q.shape, float("nan"), dtype=step.q.dtype, device=step.q.device)
     meta = step.metadata
-    q, k, v = step.projected() if has_rope else (step.q, None, None)
+    q, k, v = step.expect_projected() if has_rope else (step.q, None, None)
     rope = step.rope if has_rope else None
     where = (step.k_cache, step.v_cache, meta.seq_lens, meta.block_table, meta.slot_mapping)
     paged_decode_triton(q, k, v, *where, step.scale, window, out, rope, workspace, num_splits)
@@ -571,9 +586,10 @@ def test_graph_replays_with_other_lengths(name: str) -> None:
         step.forward(backend)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = step.forward(backend)
+            out = step.run(backend)
         for shorter in (0, 100, 183):
-            step.chunks = [(1, n - shorter) for n in lens]
-            step.metadata.seq_lens.copy_(torch.tensor([n - shorter for n in lens], dtype=torch.int32))
+            step.set_lengths([n - shorter for n in lens])
+            if backend.rotates_decodes(batch):
+                step.expect_projected()
             graph.replay()
             step.check(out, None)
