@@ -35,18 +35,14 @@ def device_of(device: torch.device) -> Device:
     return Device(properties.multi_processor_count, shared_memory, use_pdl)
 
 
-MAX_DEPENDENT_ROWS = 16
-
-
-def dependent_launch(device: Device, num_rows: int = 1) -> dict[str, bool]:
+def dependent_launch(device: Device) -> dict[str, bool]:
     """Options of a launch whose kernel starts with gdc_launch_dependents and gdc_wait `if USE_PDL`: never one alone.
 
     With programmatic dependent launch (compute capability 9 and later) a kernel starts while the one before it ends,
     and waits for it where it first reads what that one wrote. Every program has to wait, also one that has nothing to
     do: only then does "my predecessor has finished" imply the same of all kernels before it.
 
-    It pays for a step of few rows, whose kernels are all of this kind. With more, cuBLAS's products stand in between,
-    which start nobody early, and mixed256 measured 0.6 % slower with it (docs/performance.md).
+    It pays where both kernels are of this kind and small: the products of a step of few rows. With more rows cuBLAS's
+    stand in between, which start nobody early.
     """
-    is_dependent = device.use_pdl and num_rows <= MAX_DEPENDENT_ROWS
-    return {"USE_PDL": True, "launch_pdl": True} if is_dependent else {"USE_PDL": False}
+    return {"USE_PDL": True, "launch_pdl": True} if device.use_pdl else {"USE_PDL": False}

@@ -2,7 +2,8 @@
 
 Owns: decode attention, how its work is shared out, and its workspace. Invariant: the grid depends on the batch size
 alone and every length is read on the device, so a launch captured in a CUDA graph stays right while the sequences grow.
-It deliberately does not look at the longest possible length.
+It deliberately does not look at the longest possible length, and takes no part in dependent launch: products that
+start beside it find an SM's memory given to its tiles, and read their weights more slowly (docs/performance.md).
 
 The query heads of a KV head form one tile of at least 16 rows, so K and V are read once. Reading them is the whole
 cost: padded rows are free as long as the tile stays that small. An item, one KV head of one sequence, has a program or,
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels._triton import triton
-from nanovllm.kernels.device import Device, dependent_launch, device_of
+from nanovllm.kernels.device import Device, device_of
 from nanovllm.kernels.paged_decode_kernel import paged_decode_kernel
 from nanovllm.kernels.rope import Rope, qk_norm_rope_store_reference
 
@@ -106,7 +107,6 @@ def decode_variant(
     return {
         "SPLIT": choose_num_splits(num_items, device.num_sms) > 1,
         **decode_launch_options(triton.next_power_of_2(head_dim), dtype, block_size, num_items, device),
-        **dependent_launch(device, num_seqs),
     }
 
 

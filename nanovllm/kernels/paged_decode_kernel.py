@@ -79,11 +79,7 @@ def paged_decode_kernel(
     SPLIT: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
-    USE_PDL: tl.constexpr,
 ):
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     split = tl.program_id(2)

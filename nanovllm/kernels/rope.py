@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels._triton import tl, triton
-from nanovllm.kernels.device import dependent_launch, device_of
 from nanovllm.kernels.norm import rms_norm_reference
 
 _ELEMENTS = 1024  # values in a program's tile of half heads: 4 warps of 16-byte loads
@@ -77,11 +76,7 @@ def _qk_norm_rope_store_kernel(
     WRITE_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
 ):
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     # A tile's rows are (token, head) pairs, flattened, so no number of heads wastes lanes; a head's two halves are two
     # tiles, so the rotation's partner lies in the same thread. K and V come first: their programs have more to do.
     num_kv_programs = (num_tokens * NUM_KV_HEADS + ROWS - 1) // ROWS
@@ -181,7 +176,6 @@ def qk_norm_rope_store_triton(
         WRITE_K=write_k,
         ROWS=rows,
         BLOCK=block,
-        **dependent_launch(device_of(qkv.device), num_tokens),
     )
 
 

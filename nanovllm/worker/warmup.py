@@ -131,10 +131,10 @@ def attention_calls(
 ) -> list[Callable[[], object]]:
     """Rope and store, and decodes, once for each launch that the batch sizes `sizes` are compiled for."""
     heads, kv_heads = local_heads(config.num_heads, config.num_kv_heads, tp_size)
-    head_dim, few = config.head_dim, 2 * NUM_ROWS  # too many for dependent launch
+    head_dim = config.head_dim
     cache = torch.zeros(2, backend.block_size, kv_heads, head_dim, dtype=dtype, device=device)
     weight = torch.ones(head_dim, dtype=dtype, device=device) if config.qk_norm else None
-    rope = Rope(weight, weight, config.rms_norm_eps, torch.zeros(few, head_dim, device=device))
+    rope = Rope(weight, weight, config.rms_norm_eps, torch.zeros(NUM_ROWS, head_dim, device=device))
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -145,9 +145,9 @@ def attention_calls(
     def qkv(num_tokens: int) -> Tensor:
         return torch.zeros(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
 
-    def rotate(num_rows: int) -> None:
+    def rotate() -> None:
         qk_norm_rope_store(
-            qkv(num_rows), rope, ints(num_rows), slots(num_rows), cache, cache, heads, kv_heads, head_dim,
+            qkv(NUM_ROWS), rope, ints(NUM_ROWS), slots(NUM_ROWS), cache, cache, heads, kv_heads, head_dim,
             backend.needs_rotated_k,
         )  # fmt: skip
 
@@ -165,7 +165,7 @@ def attention_calls(
     for size in sizes:
         variant = decode_variant(size, kv_heads, head_dim, dtype, backend.block_size, device_of(device))
         first.setdefault((repr(variant), backend.rotates_decodes(size)), size)
-    return [*(partial(decode, size) for size in first.values()), partial(rotate, NUM_ROWS), partial(rotate, few)]
+    return [*(partial(decode, size) for size in first.values()), rotate]
 
 
 def product_calls(model: Qwen3ForCausalLM, dtype: torch.dtype, sizes: list[int]) -> list[Callable[[], object]]:
