@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.request import Request, queue_order
 from tests.reference import reference_greedy
 from tests.tiny_models import make_tiny_model
 
@@ -170,6 +171,36 @@ def test_outputs_in_order_of_prompts(llm):
     outputs = llm.generate([[5 + i] for i in range(20)], params, use_tqdm=False)
     assert [len(output["token_ids"]) for output in outputs] == list(range(20, 0, -1))
     assert [output.prompt_token_ids for output in outputs] == [[5 + i] for i in range(20)]
+
+
+def test_the_last_requests_of_a_call_start_longest_first(folder):
+    """Fewer steps, and else nothing changes: each output is what the request gives in a call of its own place."""
+    lengths = [4, 4, 4, 4, 9, 3, 40, 5]
+    params = [SamplingParams(temperature=0.7, max_tokens=n, ignore_eos=True) for n in lengths]  # seeds by place
+    prompts = [[10 + i, 3, 5] for i in range(len(lengths))]
+    outputs = {}
+    for max_num_seqs in (4, 8):
+        with LLM(folder, max_num_seqs=max_num_seqs, max_model_len=128, seed=5) as llm:
+            outputs[max_num_seqs] = llm.generate(prompts, params, use_tqdm=False)
+            num_steps = llm.stats()["steps"]
+        assert [len(output["token_ids"]) for output in outputs[max_num_seqs]] == lengths
+        # The first four leave after 4 tokens; then the one of 40 is the first to start, not the third.
+        assert num_steps <= {4: 4 + 40 + 1, 8: 40 + 1}[max_num_seqs]
+    assert [o["token_ids"] for o in outputs[4]] == [o["token_ids"] for o in outputs[8]]
+
+
+def test_queue_order_moves_only_the_last_requests():
+    def request(position, num_prompt_tokens, num_output_tokens):
+        tokens = list(range(num_prompt_tokens))
+        total = num_prompt_tokens + num_output_tokens
+        return Request(str(position), None, tokens, SamplingParams(max_tokens=num_output_tokens), (), total)
+
+    lengths = [(5, 1), (1, 9), (7, 2), (900, 3), (2, 8), (3, 3), (4, 8)]
+    requests = [request(i, *each) for i, each in enumerate(lengths)]
+    order = {n: [int(r.request_id) for r in queue_order(requests, n)] for n in (1, 4, 7, 100)}
+    assert order[1] == [0, 1, 2, 3, 4, 5, 6]
+    assert order[4] == [0, 1, 2, 4, 6, 3, 5]  # equal ones stay as they came
+    assert order[7] == order[100] == [1, 4, 6, 3, 5, 2, 0]
 
 
 def test_own_loop(llm):

@@ -23,7 +23,7 @@ from nanovllm.engine.executor import AnyExecutor
 from nanovllm.engine.guard import ABORT, EngineBusyError, Gate, Guard
 from nanovllm.engine.logprobs import collect_logprobs
 from nanovllm.engine.output_processor import OutputProcessor, lost_output
-from nanovllm.engine.request import Limits, Request, Tokenizer, eos_token_ids, new_sequences, request_seed
+from nanovllm.engine.request import Limits, Request, Tokenizer, eos_token_ids, new_sequences, queue_order, request_seed
 from nanovllm.engine.scheduler import Step, new_scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.suspects import Suspects
@@ -74,7 +74,7 @@ class LLMEngine:
     # ---- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Iterable[Request], call: Call) -> None:
-        """Queue checked requests as part of `call`, in order.
+        """Queue checked requests as part of `call`; see `queue_order`.
 
         Raises:
             ValueError: a request id that is in use.
@@ -88,6 +88,8 @@ class LLMEngine:
                 for request in requests:
                     added.append((request.request_id, None))
                     self._submit(request, call)
+                for request in queue_order(requests, self.config.max_num_seqs):
+                    self._admit(request)
         except BaseException:
             self._dropped.extend(added)  # by the next use; they hold nothing yet
             raise
@@ -107,7 +109,6 @@ class LLMEngine:
             self._num_requests += 1
         request.seed = request_seed(request.params, self.config.seed, request.ordinal)
         self.calls.add(request, call)
-        self._admit(request)
 
     def _admit(self, request: Request) -> None:
         if self._suspects.lets_through(request):

@@ -90,6 +90,19 @@ def sample_seed(seed: int, index: int) -> int:
     return seed if index == 0 else _mix(seed, index)
 
 
+def queue_order(requests: Sequence[Request], max_num_seqs: int) -> list[Request]:
+    """The requests of a call in the order in which they wait: as they came, but the last ones, as many as run at once,
+    longest output first.
+
+    What starts last is then short, and the batch stays full nearly to the end; otherwise a long one runs on with little
+    beside it (longest processing time first: Graham 1969). Only the last ones: in a whole batch of this order
+    the long ones would be together, and the pool has room for fewer of them.
+    """
+    num_kept = max(0, len(requests) - max_num_seqs)
+    last = sorted(requests[num_kept:], key=lambda r: len(r.prompt_token_ids) - r.max_total_tokens)
+    return [*requests[:num_kept], *last]
+
+
 def new_sequences(request: Request) -> list[EngineSequence]:
     """Its samples to be queued, from the tokens that are known; those that have ended stay as they are."""
     known: list[EngineSequence | None] = [*request.seqs] or [None] * request.params.n
