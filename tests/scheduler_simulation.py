@@ -63,7 +63,8 @@ class Row:
 
 
 class FakeDevice:
-    """Executes plans in order. All KV stores of a step come before its reads, as they do in each layer of a model."""
+    """Executes plans in order. The KV stores of a step's prompt chunks come before its reads, as in each layer of a
+    model; what a decode stores, nobody else may read in that step."""
 
     def __init__(self, scheduler: Scheduler, rng: random.Random, salt: int) -> None:
         self.max_num_seqs = scheduler.max_num_seqs
@@ -75,6 +76,7 @@ class FakeDevice:
         self.salt = salt
         self.rows: dict[int, Row] = {}
         self.kv: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
+        self.stored_by_decodes: dict[int, tuple[int, Row]] = {}  # block: first slot of this step, whose
         self.last_step = -1
         self.num_tokens = 0
 
@@ -83,6 +85,7 @@ class FakeDevice:
         assert plan.step > self.last_step
         self.last_step = plan.step
         self._apply_updates(plan)
+        self.stored_by_decodes.clear()
         assert len(plan.rows) == len(set(plan.rows)) == len(plan.num_query_tokens)
         new_tokens: list[list[int]] = []
         ends: list[int] = []
@@ -161,6 +164,8 @@ class FakeDevice:
         num_stored = min(1 + self.num_drafts, max(0, row.max_total_tokens - 1 - start))
         stored = row.chain[start : start + min(num_accepted, num_stored)]
         self._store(row, start, stored + [-1] * (num_stored - len(stored)))
+        for position in reversed(range(start, start + num_stored)):
+            self.stored_by_decodes[row.block_table[position // self.block_size]] = position % self.block_size, row
         return sampled, start + num_accepted
 
     def _store(self, row: Row, start: int, identities: list[int]) -> None:
@@ -173,6 +178,9 @@ class FakeDevice:
     def _check_reads(self, row: Row, end: int) -> None:
         size = self.block_size
         end = min(end, row.max_total_tokens - 1)
+        for index, block in enumerate(row.block_table[: -(-end // size)]):
+            slot, writer = self.stored_by_decodes.get(block, (size, row))
+            assert writer is row or index * size + slot >= end, "reads what a decode stores in this step"
         for index in range(end // size):
             assert self.kv[row.block_table[index]] == row.chain[index * size : (index + 1) * size], "foreign KV"
         if rest := end % size:

@@ -7,8 +7,8 @@ looks at a token: what ends a sequence is decided elsewhere and told to `finish`
 
 Plans run strictly in the order in which schedule() returned them. That order is the only fence: a block that is freed
 may be given away at once, and a block may be read by any plan from the one that writes it on, that one too, because
-each layer stores the keys of a step's prompt chunks before any of its queries reads. (What a decode stores only its own
-query reads in that step: generated tokens are offered for sharing when their sequence lets go of them.)
+each layer stores the keys of a step's prompt chunks before any of its queries reads. Only what a decode stores nobody
+else may read in that step: such a block is offered for sharing when its sequence lets go of it.
 """
 
 from __future__ import annotations
@@ -246,9 +246,10 @@ class Scheduler:
         start, end = seq.num_computed, min(len(seq.token_ids), seq.num_computed + budget)
         seq.num_computed = end
         seq.last_chunk_step = self._num_steps
-        self.blocks.register(seq, end)  # nothing can take this chunk out of the plan any more
-        self.num_prompt_tokens_computed += max(0, min(end, seq.num_prompt_tokens) - start)
         is_final = end == len(seq.token_ids)
+        is_decode = is_final and end - start == 1  # see place_chunks
+        self.blocks.register(seq, start if is_decode else end)  # nothing can take this chunk out of the plan any more
+        self.num_prompt_tokens_computed += max(0, min(end, seq.num_prompt_tokens) - start)
         if is_final:
             self._decodes.join(seq)
         return Chunk(seq, start, end - start, is_final)

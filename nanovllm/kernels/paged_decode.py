@@ -106,7 +106,7 @@ def decode_variant(
     num_items = num_seqs * num_kv_heads
     return {
         "SPLIT": choose_num_splits(num_items, device.num_sms) > 1,
-        **decode_launch_options(triton.next_power_of_2(head_dim), dtype, block_size, num_items, device),
+        **decode_launch_options(1 << (head_dim - 1).bit_length(), dtype, block_size, num_items, device),
     }
 
 

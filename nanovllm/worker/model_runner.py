@@ -106,7 +106,7 @@ class ModelRunner:
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
         sizes = graph_sizes(config.max_num_seqs)
         self.warmup.start(
-            attention_calls(model_config, self.tp.size, self.dtype, self.device, self.backend, sizes)
+            attention_calls(model_config, self.tp.size, self.dtype, self.device, self.backend, config.max_num_seqs)
             + step_calls(self.backend, self.device)
         )
         self.model = build_model(model_config, self.backend, self.dtype, self.device, tp=self.tp)

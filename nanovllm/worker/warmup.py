@@ -127,9 +127,10 @@ def attention_calls(
     dtype: torch.dtype,
     device: torch.device,
     backend: AttentionBackend,
-    sizes: list[int],
+    max_num_seqs: int,
 ) -> list[Callable[[], object]]:
-    """Rope and store, and decodes, once for each launch that the batch sizes `sizes` are compiled for."""
+    """Rope and store, and decodes, once for each launch that batches of up to `max_num_seqs` are compiled for: graphs
+    have few sizes, but beside prompts there may be any number of decodes."""
     heads, kv_heads = local_heads(config.num_heads, config.num_kv_heads, tp_size)
     head_dim = config.head_dim
     cache = torch.zeros(2, backend.block_size, kv_heads, head_dim, dtype=dtype, device=device)
@@ -162,7 +163,7 @@ def attention_calls(
             backend.forward(q, k, v, cache, cache, metadata, 1.0, window, rope if rotates else None)
 
     first: dict[object, int] = {}
-    for size in sizes:
+    for size in range(1, max_num_seqs + 1):
         variant = decode_variant(size, kv_heads, head_dim, dtype, backend.block_size, device_of(device))
         first.setdefault((repr(variant), backend.rotates_decodes(size)), size)
     return [*(partial(decode, size) for size in first.values()), rotate]
