@@ -69,11 +69,22 @@ def test_a_last_prompt_token_by_itself_is_not_shared_in_its_step(num_more: int, 
     folder = make_tiny_model(tmp_path)
     first = [7 * i % 90 + 5 for i in range(2 * BLOCK_SIZE)]
     prompts = [first, first + [9 + i for i in range(num_more)]]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
     options = dict(max_num_seqs=4, max_num_batched_tokens=2 * BLOCK_SIZE - 1, max_model_len=128, max_in_flight=2)
     with LLM(folder, skip_tokenizer_init=True, dtype="float32", **options) as llm:
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output["token_ids"] == reference_greedy(folder, prompt, GREEDY.max_tokens)
+        together = logprobs_of(llm, prompts, params)
+        llm.reset_prefix_cache()
+        alone = [logprobs_of(llm, [prompt], params)[0] for prompt in prompts]
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
+
+
+def logprobs_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[float]]:
+    """Of each output token."""
+    completions = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    return [
+        [values[token].logprob for token, values in zip(each.token_ids, each.logprobs, strict=True)]
+        for each in completions
+    ]
 
 
 def test_samples_of_a_prompt(rotating, tmp_path: Path) -> None:
