@@ -177,6 +177,10 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", help="attention_backend")
     parser.add_argument("--out", type=Path, help="a file for the figures, JSON")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
+    if not (args.decode or args.prompt or args.workload):
+        parser.error("give --decode, --prompt or --workload")
     engine = Engine(args.model, args.tokenizer, {"attention_backend": args.backend})
     results: dict[str, Any] = {}
     for kind, shapes in (("decode", args.decode), ("prompt", args.prompt)):

@@ -74,7 +74,7 @@ class SamplingParams:
         logprobs: how many of the most probable tokens to report beside each generated one; -1: all. Natural
             logarithms of the model's own distribution: before temperature, penalties, bias and filters. None: nothing.
         prompt_logprobs: the same for the tokens of the prompt, but the first, which nothing precedes.
-        seed: the same seed gives the same output whatever the batch. None: drawn from the engine's seed.
+        seed: the same seed gives the same output, in float32 whatever the batch. None: drawn from the engine's seed.
         max_tokens: at least 1; None: up to max_model_len.
         min_tokens: no end id before so many generated tokens.
         ignore_eos: generate past the model's end ids (stop_token_ids and stop still stop).
