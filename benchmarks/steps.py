@@ -52,12 +52,11 @@ def device_kernels(profiler: torch.profiler.profile) -> list[tuple[float, float,
 def breakdown(kernels: list[tuple[float, float, str]], num_steps: int, num_layers: int) -> dict[str, Any]:
     """Microseconds and launches a step by kind, products by their place in the layer, and what lies between."""
     total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    place, is_tail = 0, False
+    place = 0
     for _, us, name in kernels:
         kind = kind_of(name)
         if kind == "products":
-            is_tail = "splitk" in name.lower() and "reduce" in name.lower()
-            place -= is_tail  # the sum of the product before it
+            place -= "splitk" in name.lower() and "reduce" in name.lower()  # the sum of the product before it
             in_step = place % (len(PRODUCTS) * num_layers + 1)
             kind = "output layer" if in_step == len(PRODUCTS) * num_layers else f"product {PRODUCTS[in_step % 4]}"
             place += 1

@@ -246,13 +246,13 @@ class Scheduler:
         start, end = seq.num_computed, min(len(seq.token_ids), seq.num_computed + budget)
         seq.num_computed = end
         seq.last_chunk_step = self._num_steps
-        is_final = end == len(seq.token_ids)
-        is_decode = is_final and end - start == 1  # see place_chunks
+        chunk = Chunk(seq, start, end - start, is_final=end == len(seq.token_ids))
+        is_decode = chunk.is_decode(self.max_tokens_per_decode - 1)
         self.blocks.register(seq, start if is_decode else end)  # nothing can take this chunk out of the plan any more
         self.num_prompt_tokens_computed += max(0, min(end, seq.num_prompt_tokens) - start)
-        if is_final:
+        if chunk.is_final:
             self._decodes.join(seq)
-        return Chunk(seq, start, end - start, is_final)
+        return chunk
 
     def _settle_forks(self, chunks: list[Chunk]) -> None:
         """Behind this plan: forks that it starts let go of what they held, and prompts that it completes have forks.

@@ -29,6 +29,10 @@ class Chunk:
     num_tokens: int
     is_final: bool  # reaches the end of the known tokens: samples
 
+    def is_decode(self, num_drafts: int) -> bool:
+        """Whether it is placed and run as one: a final chunk of one token, but where a decode also runs drafts."""
+        return self.is_final and self.num_tokens == 1 and num_drafts == 0
+
 
 def new_row(seq: Sequence) -> NewRow:
     """All that the device has to know of a sequence that starts."""
@@ -49,12 +53,9 @@ def new_row(seq: Sequence) -> NewRow:
 def place_chunks(
     plan: SchedulerOutput, decodes: list[Sequence], chunks: list[Chunk], num_drafts: int
 ) -> list[Sequence]:
-    """Put chunks behind the decodes that `plan` has, the final ones first; returns the sequences in the plan's order.
-
-    A final chunk of one token is a decode, except where a decode also runs drafts.
-    """
-    singles = [chunk for chunk in chunks if chunk.is_final and chunk.num_tokens == 1 and num_drafts == 0]
-    longer = [chunk for chunk in chunks if not (chunk.is_final and chunk.num_tokens == 1 and num_drafts == 0)]
+    """Put chunks behind the decodes that `plan` has, the final ones first; returns the sequences in plan order."""
+    singles = [chunk for chunk in chunks if chunk.is_decode(num_drafts)]
+    longer = [chunk for chunk in chunks if not chunk.is_decode(num_drafts)]
     finals = [chunk for chunk in longer if chunk.is_final]
     placed = [*singles, *finals, *(chunk for chunk in longer if not chunk.is_final)]
     # New lists: the decodes' own are shared by all plans with the same decodes.

@@ -104,13 +104,12 @@ class ModelRunner:
         )
         self.block_size = config.kvcache_block_size = self.backend.block_size
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
-        sizes = graph_sizes(config.max_num_seqs)
         self.warmup.start(
             attention_calls(model_config, self.tp.size, self.dtype, self.device, self.backend, config.max_num_seqs)
             + step_calls(self.backend, self.device)
         )
         self.model = build_model(model_config, self.backend, self.dtype, self.device, tp=self.tp)
-        self.warmup.start(product_calls(self.model, self.dtype, sizes))
+        self.warmup.start(product_calls(self.model, self.dtype, graph_sizes(config.max_num_seqs)))
         self.weights = Weights(self.model, model_config)
         if config.load_format == "dummy":
             initialize_dummy_weights(self.model, config.seed)
