@@ -402,7 +402,7 @@ def test_a53_a_chunked_prompt_beside_decodes(long_folder, max_in_flight):
 def test_a33_every_batch_size_has_a_graph(max_num_seqs):
     sizes = graph_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs
-    graphs = CudaGraphs(max_num_seqs, NotImplemented, NotImplemented)
+    graphs = CudaGraphs(max_num_seqs, 4096, NotImplemented, NotImplemented)
     padded = [graphs.padded_size(num_rows) for num_rows in range(1, max_num_seqs + 1)]
     most = [8 if size <= 256 else 16 for size in padded]
     assert all(

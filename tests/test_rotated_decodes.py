@@ -15,7 +15,7 @@ from torch import Tensor
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import AttentionSpec
 from nanovllm.attention.composed import ComposedBackend, PromptBatch
-from nanovllm.kernels.paged_decode import paged_decode_reference
+from nanovllm.kernels.paged_decode import DecodeBatch, paged_decode_reference
 from nanovllm.kernels.paged_prefill import paged_prefill_reference
 from nanovllm.worker import model_runner
 from tests.reference import reference_greedy
@@ -25,12 +25,13 @@ BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-def decode(q, k, v, k_cache, v_cache, seq_lens, block_table, slots, scale, window, out, rope) -> None:
+def decode(q, k, v, k_cache, v_cache, batch, scale, window, out, rope) -> None:
     """One row after another, the last first: programs of a launch run in any order."""
-    for row in reversed(range(len(seq_lens))):
+    for row in reversed(range(len(batch.seq_lens))):
         own = slice(row, row + 1)
-        new, where = (q[own], k[own], v[own]), (seq_lens[own], block_table[own], slots[own])
-        paged_decode_reference(*new, k_cache, v_cache, *where, scale, window, out[own], rope)
+        where = (batch.seq_lens[own], batch.block_table[own], batch.slot_mapping[own], batch.max_seq_len)
+        new = (q[own], k[own], v[own])
+        paged_decode_reference(*new, k_cache, v_cache, DecodeBatch(*where), scale, window, out[own], rope)
 
 
 def paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PromptBatch, scale: float, window: int | None) -> Tensor:

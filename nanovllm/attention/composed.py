@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention import AttentionMetadata
+from nanovllm.kernels.paged_decode import DecodeBatch
 from nanovllm.kernels.rope import Rope
 
 
@@ -28,9 +29,7 @@ class DecodeKernel(Protocol):
         v: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        seq_lens: Tensor,
-        block_table: Tensor,
-        slot_mapping: Tensor,
+        batch: DecodeBatch,
         scale: float,
         window: int | None,
         out: Tensor,
@@ -85,6 +84,20 @@ def prompt_batch(metadata: AttentionMetadata) -> PromptBatch:
     return batch
 
 
+def decode_batch(metadata: AttentionMetadata) -> DecodeBatch:
+    """The step's decodes, likewise."""
+    batch = metadata.cache.get("decode_batch")
+    if batch is None:
+        num_decodes = metadata.num_decode_tokens
+        batch = metadata.cache["decode_batch"] = DecodeBatch(
+            seq_lens=metadata.seq_lens[:num_decodes],
+            block_table=metadata.block_table[:num_decodes],
+            slot_mapping=metadata.slot_mapping,
+            max_seq_len=metadata.max_seqlen_k,
+        )
+    return batch
+
+
 @dataclass(frozen=True)
 class ComposedBackend:
     """The `AttentionBackend` that `triton.py` and `flash.py` build. `ragged` serves the windows in `ragged_windows`."""
@@ -123,7 +136,5 @@ class ComposedBackend:
         else:
             out = self.paged(q, k_cache, v_cache, prompt_batch(metadata), scale, window)
         if num_decodes > 0:
-            seq_lens, block_table = metadata.seq_lens[:num_decodes], metadata.block_table[:num_decodes]
-            slots = metadata.slot_mapping
-            self.decode(q, k, v, k_cache, v_cache, seq_lens, block_table, slots, scale, window, out, rope)
+            self.decode(q, k, v, k_cache, v_cache, decode_batch(metadata), scale, window, out, rope)
         return out

@@ -27,6 +27,7 @@ from nanovllm.attention.composed import (
 )
 from nanovllm.attention.probe import attempt, probe_decode, probe_paged, probe_ragged
 from nanovllm.attention.triton import require_triton, triton_decode, triton_paged
+from nanovllm.kernels.paged_decode import DecodeBatch
 from nanovllm.kernels.rope import Rope
 
 
@@ -97,27 +98,24 @@ def _decode_with(paged: PagedPromptKernel) -> DecodeKernel:
         v: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        seq_lens: Tensor,
-        block_table: Tensor,
-        slot_mapping: Tensor,
+        batch: DecodeBatch,
         scale: float,
         window: int | None,
         out: Tensor,
         rope: Rope | None,
     ) -> None:
         assert rope is None
-        num_seqs = seq_lens.shape[0]
-        max_seqlen_k = block_table.shape[1] * k_cache.shape[1]
-        batch = PromptBatch(
+        num_seqs = len(batch.seq_lens)
+        prompts = PromptBatch(
             cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=q.device),
-            cu_seqlens_k=torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
-            seq_lens=seq_lens,
-            block_table=block_table,
+            cu_seqlens_k=torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table,
             max_seqlen_q=1,
-            max_seqlen_k=max_seqlen_k,
+            max_seqlen_k=batch.block_table.shape[1] * k_cache.shape[1],
             first_token=0,
         )
-        out[:num_seqs] = paged(q[:num_seqs], k_cache, v_cache, batch, scale, window)
+        out[:num_seqs] = paged(q[:num_seqs], k_cache, v_cache, prompts, scale, window)
 
     return decode
 

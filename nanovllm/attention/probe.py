@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm.attention import AttentionSpec, BackendUnavailable
 from nanovllm.attention.composed import DecodeKernel, PagedPromptKernel, PromptBatch, RaggedPromptKernel
-from nanovllm.kernels.paged_decode import paged_decode_reference
+from nanovllm.kernels.paged_decode import DecodeBatch, paged_decode_reference
 from nanovllm.kernels.paged_prefill import paged_prefill_reference
 from nanovllm.kernels.rope import Rope
 
@@ -47,10 +47,10 @@ def probe_decode(
     for window in spec.windows:
         expected, out = torch.empty_like(case.q[:2]), torch.zeros_like(case.q[:2])
         q, k, v = case.q[:2], case.k[:2], case.v[:2]
-        where = case.seq_lens, case.block_table, slots
+        batch = DecodeBatch(case.seq_lens, case.block_table, slots, max(case.seq_lens_list))
         caches = case.k_cache.clone(), case.v_cache.clone()
-        paged_decode_reference(q, k, v, *caches, *where, case.scale, window, expected, rope)
-        attempt(what, partial(kernel, q, k, v, case.k_cache, case.v_cache, *where, case.scale, window, out, rope))
+        paged_decode_reference(q, k, v, *caches, batch, case.scale, window, expected, rope)
+        attempt(what, partial(kernel, q, k, v, case.k_cache, case.v_cache, batch, case.scale, window, out, rope))
         case.compare(what, out, expected, window)
         for cache, expected_cache in zip((case.k_cache, case.v_cache), caches, strict=True):
             case.compare(what, cache.flatten(0, 1)[slots], expected_cache.flatten(0, 1)[slots], window)

@@ -15,7 +15,7 @@ from nanovllm.attention import AttentionSpec, BackendUnavailable, choose_block_s
 from nanovllm.attention.composed import ComposedBackend, DecodeKernel, PromptBatch
 from nanovllm.attention.probe import probe_decode, probe_paged
 from nanovllm.kernels._triton import HAS_TRITON
-from nanovllm.kernels.paged_decode import has_many_items, make_decode_workspace, paged_decode_triton
+from nanovllm.kernels.paged_decode import DecodeBatch, has_many_items, make_decode_workspace, paged_decode_triton
 from nanovllm.kernels.paged_prefill import paged_prefill_triton
 from nanovllm.kernels.rope import Rope
 
@@ -54,17 +54,13 @@ def triton_decode(spec: AttentionSpec) -> tuple[DecodeKernel, Callable[[int], bo
         v: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        seq_lens: Tensor,
-        block_table: Tensor,
-        slot_mapping: Tensor,
+        batch: DecodeBatch,
         scale: float,
         window: int | None,
         out: Tensor,
         rope: Rope | None,
     ) -> None:
-        paged_decode_triton(
-            q, k, v, k_cache, v_cache, seq_lens, block_table, slot_mapping, scale, window, out, rope, workspace
-        )
+        paged_decode_triton(q, k, v, k_cache, v_cache, batch, scale, window, out, rope, workspace)
 
     def rotates_decodes(num_decodes: int) -> bool:
         return not has_many_items(num_decodes * spec.num_kv_heads, workspace.num_sms)

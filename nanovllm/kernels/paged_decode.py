@@ -2,8 +2,9 @@
 
 Owns: decode attention, how its work is shared out, and its workspace. Invariant: the grid depends on the batch size
 alone and every length is read on the device, so a launch captured in a CUDA graph stays right while the sequences grow.
-It deliberately does not look at the longest possible length, and takes no part in dependent launch: products that
-start beside it find an SM's memory given to its tiles, and read their weights more slowly (docs/performance.md).
+Of the longest possible length it wants to know one thing, whether a single row's context is short: that has a kernel of
+its own (`paged_decode_row_kernel.py`). The other deliberately takes no part in dependent launch: products that start
+beside it find an SM's memory given to its tiles, and read their weights more slowly (docs/performance.md).
 
 The query heads of a KV head form one tile of at least 16 rows, so K and V are read once. Reading them is the whole
 cost: padded rows are free as long as the tile stays that small. An item, one KV head of one sequence, has a program or,
@@ -26,8 +27,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels._triton import triton
-from nanovllm.kernels.device import Device, device_of
+from nanovllm.kernels.device import Device, dependent_launch, device_of
 from nanovllm.kernels.paged_decode_kernel import paged_decode_kernel
+from nanovllm.kernels.paged_decode_row_kernel import row_decode_kernel
 from nanovllm.kernels.rope import Rope, qk_norm_rope_store_reference
 
 LOG2_E = math.log2(math.e)
@@ -35,6 +37,17 @@ MAX_SPLITS = 32  # programs without keys still cost their launch
 PROGRAMS_PER_SM = 2  # about what few items are split into: so many of their programs fit an SM at once
 MERGE_SPLITS = 16  # partial results that the merge holds at a time
 MANY_ITEMS_PER_SM = 6  # from here on small tiles, and a rotation of its own
+SHORT_CONTEXT = 1024  # keys: up to here a single row is better off with a kernel of its own
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The sequences of a step that decode: one query token each."""
+
+    seq_lens: Tensor  # int32 [B], the query token included
+    block_table: Tensor  # int32 [B, max_blocks]
+    slot_mapping: Tensor  # int64 [>= B]: where the query tokens' keys and values go
+    max_seq_len: int  # at least the largest of seq_lens, frozen where a graph is captured
 
 
 @dataclass(frozen=True)
@@ -110,15 +123,22 @@ def decode_variant(
     }
 
 
+def row_block(q: Tensor, batch: DecodeBatch, rope: Rope | None, workspace: DecodeWorkspace) -> int | None:
+    """Keys of a program of the kernel for a single row's short context, in 64 registers of a thread; None: not used."""
+    if rope is None or len(batch.seq_lens) != 1 or batch.max_seq_len > SHORT_CONTEXT:
+        return None
+    block_n = max(1, 64 * 128 * 2 // (triton.next_power_of_2(q.shape[2]) * q.element_size()))
+    num_programs = q.shape[1] * -(-batch.max_seq_len // block_n)
+    return block_n if block_n >= 16 and num_programs <= workspace.partial_lse.numel() else None
+
+
 def paged_decode_triton(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    slot_mapping: Tensor | None,
+    batch: DecodeBatch,
     scale: float,
     window: int | None,
     out: Tensor,
@@ -127,46 +147,60 @@ def paged_decode_triton(
     num_splits: int | None = None,
     options: dict[str, Any] | None = None,
 ) -> None:
-    num_seqs, head_dim = seq_lens.shape[0], q.shape[2]
+    num_seqs, head_dim = batch.seq_lens.shape[0], q.shape[2]
     block_size, num_kv_heads = k_cache.shape[1:3]
     group, head_dim_pad = q.shape[1] // num_kv_heads, triton.next_power_of_2(head_dim)
+    device = device_of(q.device)
+    strides = (
+        out.stride(0), q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        batch.block_table.stride(0),
+    )  # fmt: skip
+    constants = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PAD": head_dim_pad,
+        "PAGE": block_size,
+        "HAS_WINDOW": window is not None,
+        "HAS_NORM": rope is not None and rope.q_weight is not None,
+        "MERGE_SPLITS": MERGE_SPLITS,
+    }
+    projected = (q, q, q, q, q, batch.seq_lens) if rope is None else _projected(q, k, v, batch, rope)
+    args = (
+        out, workspace.partial_out, workspace.partial_lse, workspace.arrivals, q, *projected, k_cache, v_cache,
+        batch.seq_lens, batch.block_table, scale * LOG2_E, 0.0 if rope is None else rope.eps,
+    )  # fmt: skip
+    block_n = row_block(q, batch, rope, workspace) if num_splits is None else None
+    if block_n is not None:
+        num_blocks = -(-batch.max_seq_len // block_n)
+        row_decode_kernel[(q.shape[1], 1, num_blocks)](
+            *args, num_blocks, window or 0, *strides, BLOCK_N=block_n, **constants, **dependent_launch(device)
+        )
+        return
     num_items = num_seqs * num_kv_heads
     if num_splits is None:
         num_splits = choose_num_splits(num_items, workspace.num_sms)
     assert num_splits == 1 or num_items * num_splits <= workspace.arrivals.numel()
-    launch = decode_variant(num_seqs, num_kv_heads, head_dim, q.dtype, block_size, device_of(q.device))
-    has_norm = rope is not None and rope.q_weight is not None
-    projected = (q, q, q, q, q, seq_lens) if rope is None else _projected(q, k, v, slot_mapping, rope)
+    launch = decode_variant(num_seqs, num_kv_heads, head_dim, q.dtype, block_size, device)
     paged_decode_kernel[(num_kv_heads, num_seqs, num_splits)](
-        out, workspace.partial_out, workspace.partial_lse, workspace.arrivals, q, *projected, k_cache, v_cache,
-        seq_lens, block_table, scale * LOG2_E, 0.0 if rope is None else rope.eps, num_splits, window or 0,
-        out.stride(0), q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
-        GROUP=group,
+        *args, num_splits, window or 0, *strides,
         GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PAD=head_dim_pad,
-        PAGE=block_size,
-        HAS_WINDOW=window is not None,
         HAS_ROPE=rope is not None,
-        HAS_NORM=has_norm,
-        MERGE_SPLITS=MERGE_SPLITS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        **constants,
         **launch | {"SPLIT": num_splits > 1} | (options or {}),
     )  # fmt: skip
 
 
-def _projected(
-    q: Tensor, k: Tensor | None, v: Tensor | None, slot_mapping: Tensor | None, rope: Rope
-) -> tuple[Tensor, ...]:
+def _projected(q: Tensor, k: Tensor | None, v: Tensor | None, batch: DecodeBatch, rope: Rope) -> tuple[Tensor, ...]:
     """new_k, new_v, q_weight, k_weight, cos_sin, slots of the kernel; weights that are not there are never read."""
-    assert k is not None and v is not None and slot_mapping is not None
+    assert k is not None and v is not None
     first = 0 if len(q) > 1 else 1  # the stride of one row means nothing
     if {t.stride()[first:2] for t in (q, k, v)} != {q.stride()[first:2]}:
         raise ValueError(f"q, k and v must be views of one tensor, got {q.stride()}, {k.stride()}, {v.stride()}")
     if (rope.q_weight is None) != (rope.k_weight is None) or not rope.cos_sin.is_contiguous():
         raise ValueError("norms of q and k are both there or both not, and cos_sin must be contiguous")
     q_weight, k_weight = (q if weight is None else weight for weight in (rope.q_weight, rope.k_weight))
-    return k, v, q_weight, k_weight, rope.cos_sin, slot_mapping
+    return k, v, q_weight, k_weight, rope.cos_sin, batch.slot_mapping
 
 
 def paged_decode_reference(
@@ -175,9 +209,7 @@ def paged_decode_reference(
     v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    slot_mapping: Tensor | None,
+    batch: DecodeBatch,
     scale: float,
     window: int | None,
     out: Tensor,
@@ -186,16 +218,16 @@ def paged_decode_reference(
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = q.shape[1] // num_kv_heads
     if rope is not None:
-        assert k is not None and v is not None and slot_mapping is not None
-        num_seqs, num_heads, head_dim = len(seq_lens), *q.shape[1:]
+        assert k is not None and v is not None
+        num_seqs, num_heads, head_dim = len(batch.seq_lens), *q.shape[1:]
         qkv = torch.cat([q[:num_seqs], k[:num_seqs], v[:num_seqs]], dim=1).flatten(1)
-        slots = slot_mapping[:num_seqs]
+        slots = batch.slot_mapping[:num_seqs]
         qk_norm_rope_store_reference(
-            qkv, rope, seq_lens - 1, slots, k_cache, v_cache, num_heads, num_kv_heads, head_dim, False
+            qkv, rope, batch.seq_lens - 1, slots, k_cache, v_cache, num_heads, num_kv_heads, head_dim, False
         )
         q = qkv.unflatten(1, (-1, head_dim))[:, :num_heads]
-    for b, seq_len in enumerate(seq_lens.tolist()):
-        blocks = block_table[b, : -(-seq_len // block_size)].long()
+    for b, seq_len in enumerate(batch.seq_lens.tolist()):
+        blocks = batch.block_table[b, : -(-seq_len // block_size)].long()
         first = 0 if window is None else max(0, seq_len - window)
         keys = k_cache[blocks].flatten(0, 1)[first:seq_len].float()  # [L, KH, D]
         values = v_cache[blocks].flatten(0, 1)[first:seq_len].float()
@@ -210,9 +242,7 @@ def paged_decode(
     v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    slot_mapping: Tensor | None,
+    batch: DecodeBatch,
     scale: float,
     window: int | None,
     out: Tensor,
@@ -221,13 +251,12 @@ def paged_decode(
 ) -> None:
     """out[b] = softmax(scale * q[b] K^T) V over sequence b's visible keys; the first B rows of q and out [>=B, H, D].
 
-    k_cache, v_cache [num_blocks, block_size, KH, D]; seq_lens int32 [B]; block_table int32 [B, max_blocks]; the heads
-    of an out row are contiguous. Without `rope` q is rotated and all keys are in the cache; k, v and slot_mapping may
-    be None. With it q, k, v [>=B, heads, D] come from one projection, as views of one tensor, and this call stores
-    sequence b's last key and value at slot_mapping[b], int64. A row that pads a graph has seq_len 1 and a slot that
-    nobody reads.
+    k_cache, v_cache [num_blocks, block_size, KH, D]; the heads of an out row are contiguous. Without `rope` q is
+    rotated and all keys are in the cache; k and v may be None. With it q, k, v [>=B, heads, D] come from one
+    projection, as views of one tensor, and this call stores sequence b's last key and value at batch.slot_mapping[b].
+    A row that pads a graph has seq_len 1 and a slot that nobody reads.
     """
-    args = (q, k, v, k_cache, v_cache, seq_lens, block_table, slot_mapping, scale, window, out, rope)
+    args = (q, k, v, k_cache, v_cache, batch, scale, window, out, rope)
     if q.is_cuda:
         paged_decode_triton(*args, workspace)
     else:

@@ -11,7 +11,7 @@ from nanovllm.kernels._triton import tl, triton
 
 
 @triton.jit
-def _norm_rope(
+def norm_rope(
     x_ptrs, weight_ptr, eps, cos_sin_ptr, offs_d, mask, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr
 ):  # fmt: skip
     """Heads at x_ptrs [R, 1], normalised, rotated and rounded as `rope.py` does it: [R, D]."""
@@ -34,6 +34,29 @@ def _norm_rope(
     sin = tl.load(cos_sin_ptr + HALF + column, mask=is_dim, other=0.0)
     sin = tl.where(is_first, -sin, sin)
     return (x * cos[None, :] + other * sin[None, :]).to(dtype)
+
+
+@triton.jit
+def load_tile(
+    block, num_keys, k_ptr, v_ptr, table_ptr, offs_n, offs_d, stride_k_page, stride_k_token, stride_v_page,
+    stride_v_token, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of a block of BLOCK_N cached tokens of one KV head: [BLOCK_N, D] each."""
+    keys = block * BLOCK_N + offs_n
+    in_cache = keys < num_keys
+    if PAGE % BLOCK_N == 0:
+        page = tl.load(table_ptr + block * BLOCK_N // PAGE).to(tl.int64)
+        slots = block * BLOCK_N % PAGE + offs_n
+        k_tile_ptr = k_ptr + page * stride_k_page + slots[:, None] * stride_k_token + offs_d[None, :]
+        v_tile_ptr = v_ptr + page * stride_v_page + slots[:, None] * stride_v_token + offs_d[None, :]
+    else:  # the keys of a block lie in several pages; entries behind the last one are not to be trusted
+        pages = tl.load(table_ptr + keys // PAGE, mask=in_cache, other=0).to(tl.int64)
+        slots = keys % PAGE
+        k_tile_ptr = k_ptr + (pages * stride_k_page + slots * stride_k_token)[:, None] + offs_d[None, :]
+        v_tile_ptr = v_ptr + (pages * stride_v_page + slots * stride_v_token)[:, None] + offs_d[None, :]
+    # Masked, so that the rest of a page costs no traffic and its NaNs, if it has any, meet no zero probability.
+    mask = in_cache[:, None] if HEAD_DIM == HEAD_DIM_PAD else in_cache[:, None] & (offs_d < HEAD_DIM)[None, :]
+    return tl.load(k_tile_ptr, mask=mask, other=0.0), tl.load(v_tile_ptr, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_splits", "window", "eps", "stride_table"])
@@ -111,14 +134,14 @@ def paged_decode_kernel(
     q_ptrs = q_ptr + seq.to(tl.int64) * stride_q_seq + (kv_head * GROUP + offs_g)[:, None] * stride_q_head
     if HAS_ROPE:
         cos_sin_ptr += num_keys.to(tl.int64) * HEAD_DIM
-        q = _norm_rope(q_ptrs, q_weight_ptr, eps, cos_sin_ptr, offs_d, out_mask, HEAD_DIM, HAS_NORM)
+        q = norm_rope(q_ptrs, q_weight_ptr, eps, cos_sin_ptr, offs_d, out_mask, HEAD_DIM, HAS_NORM)
         if (not SPLIT) or (
             split == num_used - 1
         ):  # the new key and value: into the cache, and straight into the result
             one = tl.arange(0, 1)[:, None]
             new_offset = seq.to(tl.int64) * stride_q_seq + kv_head * stride_q_head
             new_k_ptrs = new_k_ptr + new_offset + one
-            new_k = _norm_rope(new_k_ptrs, k_weight_ptr, eps, cos_sin_ptr, offs_d, is_dim[None, :], HEAD_DIM, HAS_NORM)
+            new_k = norm_rope(new_k_ptrs, k_weight_ptr, eps, cos_sin_ptr, offs_d, is_dim[None, :], HEAD_DIM, HAS_NORM)
             new_v = tl.load(new_v_ptr + new_offset + offs_d, mask=is_dim, other=0.0)
             slot = tl.load(slots_ptr + seq)
             new_page, new_token = slot // PAGE, slot % PAGE
@@ -136,23 +159,12 @@ def paged_decode_kernel(
     k_ptr += kv_head * stride_k_head
     v_ptr += kv_head * stride_v_head
     for block in tl.range(first, end):
+        k, v = load_tile(
+            block, num_keys, k_ptr, v_ptr, table_ptr, offs_n, offs_d, stride_k_page, stride_k_token, stride_v_page,
+            stride_v_token, PAGE, BLOCK_N, HEAD_DIM, HEAD_DIM_PAD,
+        )  # fmt: skip
         keys = block * BLOCK_N + offs_n
-        in_cache = keys < num_keys
-        if PAGE % BLOCK_N == 0:
-            page = tl.load(table_ptr + block * BLOCK_N // PAGE).to(tl.int64)
-            slots = block * BLOCK_N % PAGE + offs_n
-            k_tile_ptr = k_ptr + page * stride_k_page + slots[:, None] * stride_k_token + offs_d[None, :]
-            v_tile_ptr = v_ptr + page * stride_v_page + slots[:, None] * stride_v_token + offs_d[None, :]
-        else:  # the keys of a block lie in several pages; entries behind the last one are not to be trusted
-            pages = tl.load(table_ptr + keys // PAGE, mask=in_cache, other=0).to(tl.int64)
-            slots = keys % PAGE
-            k_tile_ptr = k_ptr + (pages * stride_k_page + slots * stride_k_token)[:, None] + offs_d[None, :]
-            v_tile_ptr = v_ptr + (pages * stride_v_page + slots * stride_v_token)[:, None] + offs_d[None, :]
-        # Masked, so that the rest of a page costs no traffic and its NaNs, if it has any, meet no zero probability.
-        tile_mask = in_cache[:, None] if HEAD_DIM == HEAD_DIM_PAD else in_cache[:, None] & is_dim[None, :]
-        k = tl.load(k_tile_ptr, mask=tile_mask, other=0.0)  # [BLOCK_N, D]
-        v = tl.load(v_tile_ptr, mask=tile_mask, other=0.0)
-        visible = in_cache
+        visible = keys < num_keys
         if HAS_WINDOW:
             visible = visible & (keys >= seq_len - window)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2  # [GROUP_PAD, BLOCK_N]
@@ -179,7 +191,7 @@ def paged_decode_kernel(
             tl.store(arrivals_ptr + item, 0)
             for head in range(GROUP):  # not unrolled: that would cost registers, so programs on an SM
                 first_row = item * num_splits * GROUP + head
-                merged = _merge_partials(
+                merged = merge_partials(
                     partial_ptr, lse_ptr, first_row, num_used, GROUP, HEAD_DIM, HEAD_DIM_PAD, MERGE_SPLITS
                 )
                 out_head_ptr = out_row_ptr + head * HEAD_DIM + offs_d
@@ -187,7 +199,7 @@ def paged_decode_kernel(
 
 
 @triton.jit
-def _merge_partials(
+def merge_partials(
     partial_ptr,
     lse_ptr,
     first_row,

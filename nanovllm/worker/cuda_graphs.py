@@ -1,6 +1,7 @@
 """CUDA graphs of the decode step.
 
-Owns: the captured graphs, two a batch size: embedding to logits, and sampling to advance. Invariant: every batch size
+Owns: the captured graphs, two a batch size: embedding to logits, and sampling to advance; one row has another of the
+first kind, for short contexts. Invariant: every batch size
 from 1 to max_num_seqs has a graph of at least that size, and all of them share one memory pool, so a replay's outputs
 stand until the next replay. They deliberately cover decodes only: a step with prompt chunks has a shape of its own
 and runs eagerly, launched ahead.
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kernels.paged_decode import SHORT_CONTEXT
+
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture, ascending: 1, 2, 4, then every 8 up to 256 and every 16 beyond, and max_num_seqs itself.
@@ -25,32 +28,44 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+def context_bounds(size: int, max_model_len: int) -> list[int]:
+    """The lengths up to which a batch size has a graph each, ascending: attention treats a short row in its own way."""
+    return [SHORT_CONTEXT, max_model_len] if size == 1 and max_model_len > SHORT_CONTEXT else [max_model_len]
+
+
 @dataclass(slots=True)
 class DecodeGraph:
     """One batch size, captured. `logits` [size, V] and `sampled` int32 [size] are overwritten by the next replay of
     any graph."""
 
-    model: torch.cuda.CUDAGraph
+    models: list[tuple[int, torch.cuda.CUDAGraph]]  # and the longest context that each is for, ascending
     sample: torch.cuda.CUDAGraph
     logits: torch.Tensor
     sampled: torch.Tensor
+
+    def replay_model(self, max_seq_len: int) -> None:
+        """Embedding to logits, of rows that attend to at most `max_seq_len` keys."""
+        fitting = [model for bound, model in self.models if max_seq_len <= bound]
+        fitting[0].replay()
 
 
 class CudaGraphs:
     """Captures and finds the graphs.
 
     Args:
-        forward: runs a decode of the first `size` step rows up to the logits [size, V].
+        forward: runs a decode of the first `size` step rows, of at most so many keys, up to the logits [size, V].
         sample: samples from logits [size, V] and advances the rows; returns int32 [size].
     """
 
     def __init__(
         self,
         max_num_seqs: int,
-        forward: Callable[[int], torch.Tensor],
+        max_model_len: int,
+        forward: Callable[[int, int], torch.Tensor],
         sample: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> None:
         self.sizes = graph_sizes(max_num_seqs)
+        self.max_model_len = max_model_len
         self._forward = forward
         self._sample = sample
         self._graphs: dict[int, DecodeGraph] = {}
@@ -66,14 +81,20 @@ class CudaGraphs:
         """
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
-            self._sample(self._forward(size), size)
+            models = []
+            for bound in context_bounds(size, self.max_model_len):
+                logits = self._forward(size, bound)
+                stream.synchronize()
+                model = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(model, pool=pool, stream=stream):
+                    logits = self._forward(size, bound)
+                models.append((bound, model))
+            self._sample(logits, size)
             stream.synchronize()
-            model, sample = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(model, pool=pool, stream=stream):
-                logits = self._forward(size)
+            sample = torch.cuda.CUDAGraph()
             with torch.cuda.graph(sample, pool=pool, stream=stream):
                 sampled = self._sample(logits, size)
-            self._graphs[size] = DecodeGraph(model, sample, logits, sampled)
+            self._graphs[size] = DecodeGraph(models, sample, logits, sampled)
 
     def __getitem__(self, size: int) -> DecodeGraph:
         return self._graphs[size]

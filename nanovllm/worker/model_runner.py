@@ -191,7 +191,8 @@ class ModelRunner:
     def _capture_graphs(self) -> None:
         if not self.is_cuda or self.config.enforce_eager:
             return
-        graphs = CudaGraphs(self.config.max_num_seqs, self._decode_logits, self._sample_decodes)
+        config = self.config
+        graphs = CudaGraphs(config.max_num_seqs, config.max_model_len, self._decode_logits, self._sample_decodes)
         assert self.stream is not None
         free, _ = torch.cuda.mem_get_info(self.device)
         graphs.capture(self.stream)
@@ -284,8 +285,8 @@ class ModelRunner:
             batch.num_computed,
         )
 
-    def _decode_logits(self, size: int) -> torch.Tensor:
-        return self._forward(StepShape.decode(size, self.config.max_model_len))
+    def _decode_logits(self, size: int, max_seq_len: int) -> torch.Tensor:
+        return self._forward(StepShape.decode(size, max_seq_len))
 
     def _sample_decodes(self, logits: torch.Tensor, size: int) -> torch.Tensor:
         shape = StepShape.decode(size, self.config.max_model_len)
@@ -294,7 +295,7 @@ class ModelRunner:
         return sampled
 
     def _replay(self, graph: DecodeGraph, plan: SchedulerOutput, size: int) -> Sampled:
-        graph.model.replay()
+        graph.replay_model(plan.max_seq_len)
         edits = self.sampler.edits.of_step(plan)
         if self.sampler.is_plain(plan, edits):
             graph.sample.replay()

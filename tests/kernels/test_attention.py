@@ -20,6 +20,8 @@ from nanovllm.attention import (
 )
 from nanovllm.attention import torch as torch_backend
 from nanovllm.kernels.paged_decode import (
+    SHORT_CONTEXT,
+    DecodeBatch,
     choose_num_splits,
     make_decode_workspace,
     paged_decode_reference,
@@ -199,7 +201,10 @@ def skip_interpreted_bfloat16(device: str, dtype: torch.dtype) -> None:
         pytest.skip("Triton's interpreter multiplies the bit patterns of bfloat16")
 
 
-def run_decode(step: Step, window: int | None, num_splits: int | None, has_rope: bool = False) -> Tensor:
+def run_decode(
+    step: Step, window: int | None, num_splits: int | None, has_rope: bool = False, max_seq_len: int | None = None
+) -> Tensor:
+    """With `max_seq_len` they are said to be so long at most; otherwise longer than what has a kernel of its own."""
     num_heads, head_dim = step.q.shape[1:]
     num_kv_heads = step.k_cache.shape[2]
     num_programs = len(step.chunks) * num_kv_heads * num_splits if num_splits is not None else None
@@ -208,8 +213,9 @@ def run_decode(step: Step, window: int | None, num_splits: int | None, has_rope:
     meta = step.metadata
     q, k, v = step.expect_projected() if has_rope else (step.q, None, None)
     rope = step.rope if has_rope else None
-    where = (step.k_cache, step.v_cache, meta.seq_lens, meta.block_table, meta.slot_mapping)
-    paged_decode_triton(q, k, v, *where, step.scale, window, out, rope, workspace, num_splits)
+    batch = DecodeBatch(meta.seq_lens, meta.block_table, meta.slot_mapping, max_seq_len or SHORT_CONTEXT + 1)
+    caches = (step.k_cache, step.v_cache)
+    paged_decode_triton(q, k, v, *caches, batch, step.scale, window, out, rope, workspace, num_splits)
     assert not workspace.arrivals.any()  # ready for the next launch
     if has_rope:
         step.check_stored()
@@ -266,6 +272,24 @@ def test_decode_kernel_dtypes_and_block_sizes(
 def test_decode_kernel_heads(kernel_device: str, head_dim: int, num_heads: int) -> None:
     step = Step(DECODES[1:3], 2, num_heads, 2, head_dim, dtype=torch.float16, device=kernel_device)
     step.check(run_decode(step, None, 2, has_rope=True), None)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+@pytest.mark.parametrize("seq_len", [1, 2, 64, 65, 129, 700])
+def test_decode_of_one_short_row(window: int | None, seq_len: int, kernel_device: str) -> None:
+    """Has a kernel of its own, one block of keys a program."""
+    step = Step([(1, seq_len)], 1, device=kernel_device)
+    step.check(run_decode(step, window, None, True, max_seq_len=1000), window)
+
+
+@pytest.mark.parametrize(
+    "case", [(torch.float16, 4, 1, 128, 128), (torch.bfloat16, 16, 8, 128, 128), (torch.float32, 3, 3, 80, 48)]
+)
+def test_decode_of_one_short_row_by_shape(case: tuple[torch.dtype, int, int, int, int], kernel_device: str) -> None:
+    dtype, *shape = case
+    skip_interpreted_bfloat16(kernel_device, dtype)
+    step = Step([(1, 555)], 1, *shape, dtype, kernel_device)
+    step.check(run_decode(step, None, None, True, max_seq_len=SHORT_CONTEXT), None)
 
 
 def test_decode_of_padded_rows_is_finite(kernel_device: str) -> None:
@@ -348,10 +372,10 @@ def test_references_follow_the_naive_one(window: int | None) -> None:
     step.check(out, window)
     decodes = Step(DECODES, 4)
     meta, out = decodes.metadata, torch.empty_like(decodes.q)
+    batch = DecodeBatch(meta.seq_lens, meta.block_table, meta.slot_mapping, 200)
     paged_decode_reference(
-        decodes.q, None, None, decodes.k_cache, decodes.v_cache, meta.seq_lens, meta.block_table, None, decodes.scale,
-        window, out, None,
-    )  # fmt: skip
+        decodes.q, None, None, decodes.k_cache, decodes.v_cache, batch, decodes.scale, window, out, None
+    )
     decodes.check(out, window)
 
 
