@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor, device, dtype
+from torch import Tensor, arange, device, dtype, int32
 
 from nanovllm.kernels.rope import Rope
 
@@ -30,6 +30,9 @@ class AttentionMetadata:
     each, then prompt chunks. Sequence b's queries are rows cu_seqlens_q[b] : cu_seqlens_q[b + 1] of q, and its last
     query is the last of its seq_lens[b] keys.
 
+    Where not all of the step's hidden states are needed, `wanted` names the tokens whose are: the last ones of the
+    first S sequences. Attention is computed for all the same, but in the model's last layer (`as_decodes`).
+
     Make a fresh object for every eager step: `cache` lives as long as the step.
     """
 
@@ -41,11 +44,27 @@ class AttentionMetadata:
     max_seqlen_k: int  # upper bound of seq_lens
     num_decode_tokens: int
     has_cached_prefix: bool  # some prompt chunk starts behind token 0
+    wanted: Tensor | None = None  # int64 [S], places in the batch; None: all tokens
     cache: dict[str, Any] = field(default_factory=dict)  # what a backend works out once a step
 
     @property
     def num_seqs(self) -> int:
         return self.seq_lens.shape[0]
+
+    def as_decodes(self, tokens: Tensor) -> AttentionMetadata:
+        """A step of these tokens alone, int64 [S], the last ones of the first S sequences: each sees all keys of its
+        sequence, as a decode does."""
+        num_tokens = len(tokens)
+        return AttentionMetadata(
+            cu_seqlens_q=arange(num_tokens + 1, dtype=int32, device=tokens.device),
+            seq_lens=self.seq_lens[:num_tokens],
+            block_table=self.block_table[:num_tokens],
+            slot_mapping=self.slot_mapping[tokens],
+            max_seqlen_q=1,
+            max_seqlen_k=self.max_seqlen_k,
+            num_decode_tokens=num_tokens,
+            has_cached_prefix=False,
+        )
 
 
 @dataclass(frozen=True)

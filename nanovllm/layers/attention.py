@@ -3,6 +3,9 @@
 Owns: the projections and the layer's window. Invariant: when the backend runs, this step's K and V are in the cache,
 except those of decodes where the backend says that it stores them itself: nobody else reads them in this step. It
 deliberately holds no cache and no metadata; both are arguments of `forward`.
+
+Who needs the output of some tokens only (the last layer, in a step with prompts) names them. K and V are stored of all,
+and the named ones, which are the last of their sequences, attend as decodes: one query each, in place of all.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from nanovllm.layers.parallel import TensorParallel, local_heads
 
 
 class Attention(nn.Module):
-    """[T, hidden] -> [T, hidden].
+    """[T, hidden] -> [T, hidden], or [S, hidden] of S wanted tokens.
 
     Args:
         num_heads, num_kv_heads: over all ranks; the attributes of these names are this rank's.
@@ -63,9 +66,14 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype, device)
 
     def forward(
-        self, positions: Tensor, hidden: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata
+        self,
+        positions: Tensor,
+        hidden: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        return self.o_proj(self._attend(positions, self.qkv_proj(hidden), kv_cache, metadata))
+        return self.o_proj(self._attend(positions, self.qkv_proj(hidden), kv_cache, metadata, wanted))
 
     def decode(
         self,
@@ -82,9 +90,14 @@ class Attention(nn.Module):
         self.o_proj.add_to(stream, attended, next_norm.weight)
 
     def _attend(
-        self, positions: Tensor, qkv: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: AttentionMetadata
+        self,
+        positions: Tensor,
+        qkv: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """qkv [T, (H + 2 * KH) * D], changed in place -> [T, H * D]."""
+        """qkv [T, (H + 2 * KH) * D], changed in place -> [T, H * D], or [S, H * D] of the wanted tokens."""
         k_cache, v_cache = kv_cache  # [num_blocks, block_size, KH, D] each
         has_norm = self.qk_norm_eps is not None
         rope = Rope(
@@ -93,7 +106,7 @@ class Attention(nn.Module):
             self.qk_norm_eps or 0.0,
             self.cos_sin,
         )
-        rotates_decodes = self.backend.rotates_decodes(metadata.num_decode_tokens)
+        rotates_decodes = wanted is None and self.backend.rotates_decodes(metadata.num_decode_tokens)
         first_token = metadata.num_decode_tokens if rotates_decodes else 0
         if first_token < len(qkv):
             qk_norm_rope_store(
@@ -109,6 +122,8 @@ class Attention(nn.Module):
                 self.backend.needs_rotated_k,
                 first_token,
             )
+        if wanted is not None:
+            qkv, metadata = qkv[wanted], metadata.as_decodes(wanted)
         q, k, v = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=1)
         attended = self.backend.forward(
             q.unflatten(1, (self.num_heads, self.head_dim)),  # [T, H, D], a view of qkv like k and v

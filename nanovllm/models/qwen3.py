@@ -4,6 +4,9 @@ Owns: the order of the layers and the names of their parameters, which are the c
 (q, k, v; gate, up). Invariant: every token is one row, of whatever sequence; what belongs to what stands in the
 metadata alone. It deliberately keeps no state between calls, so one function serves prompts, decodes and graph
 capture.
+
+Of a prompt, a step needs the hidden state of its last token at most, and of the others what later tokens attend to. In
+the last layer that is K and V alone: the rest of it is computed for the tokens that the metadata says are wanted.
 """
 
 from __future__ import annotations
@@ -67,12 +70,16 @@ class Qwen3DecoderLayer(nn.Module):
         residual: Tensor | None,
         kv_cache: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """[T, hidden] each -> [T, hidden] each, or [S, hidden] of the wanted tokens, int64 [S]."""
         if residual is None:  # the first layer: hidden is the embedding
             residual, hidden = hidden, self.input_layernorm(hidden)  # [T, hidden] each
         else:
             hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(positions, hidden, kv_cache, metadata)
+        hidden = self.self_attn(positions, hidden, kv_cache, metadata, wanted)
+        if wanted is not None:
+            residual = residual[wanted]
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -134,7 +141,8 @@ class Qwen3Model(nn.Module):
             return self._decode(ResidualStream(hidden, self.workspace), positions, kv_caches, metadata)
         residual: Tensor | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden, residual = layer(positions, hidden, residual, kv_cache, metadata)
+            wanted = metadata.wanted if layer is self.layers[-1] else None
+            hidden, residual = layer(positions, hidden, residual, kv_cache, metadata, wanted)
         assert residual is not None  # a model has at least one layer
         return self.norm.add(hidden, residual)[0]
 
@@ -182,7 +190,8 @@ class Qwen3ForCausalLM(nn.Module):
         kv_caches: list[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Hidden states behind the final norm, [T, hidden], of `input_ids` and `positions`, int32 [T] each.
+        """Hidden states behind the final norm, [T, hidden], of `input_ids` and `positions`, int32 [T] each; of the
+        tokens `metadata.wanted` alone, [S, hidden], where it names some.
 
         `kv_caches` holds (K, V) of each layer, [num_blocks, block_size, KH, D] each; this step's keys are written
         there.

@@ -159,8 +159,13 @@ class LogprobsRunner:
     def _clamp(self, num_top: int) -> int:
         return self.vocab_size if num_top < 0 else min(num_top, self.vocab_size)
 
+    def wants_prompts(self, plan: SchedulerOutput) -> bool:
+        """Whether `of_prompts` needs the hidden states of all tokens of this step."""
+        return bool(self._prompts) and not self._prompts.keys().isdisjoint(plan.rows[plan.num_decodes :])
+
     def of_prompts(self, plan: SchedulerOutput, hidden: Tensor) -> None:
-        """Compute those of this step's prompt chunks from `hidden` [T, hidden size], for `finish` to pass on."""
+        """Compute those of this step's prompt chunks from `hidden` [T, hidden size], for `finish` to pass on; where
+        `wants_prompts` says no, `hidden` is not read."""
         self._done = []
         if not self._prompts:
             return

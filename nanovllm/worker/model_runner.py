@@ -260,12 +260,17 @@ class ModelRunner:
         )
         input_ids, positions = self.inputs.input_ids, self.inputs.positions
         num_tokens = shape.num_tokens
+        last_tokens = None  # int64 [S], of the rows that sample, where there are other tokens too
+        if shape.num_decodes != shape.num_rows:
+            last_tokens = metadata.cu_seqlens_q[1 : shape.num_sampled + 1].long() - 1
+        wants_all = plan is not None and self.sampler.logprobs.wants_prompts(plan)
+        metadata.wanted = None if wants_all else last_tokens
         assert self.kv_cache is not None
-        hidden = self.model(input_ids[:num_tokens], positions[:num_tokens], self.kv_cache.layers, metadata)  # [T, H]
+        hidden = self.model(input_ids[:num_tokens], positions[:num_tokens], self.kv_cache.layers, metadata)
         if plan is not None:
             self.sampler.logprobs.of_prompts(plan, hidden)
-        if shape.num_decodes != shape.num_rows:  # the last token of each row that samples
-            hidden = hidden[metadata.cu_seqlens_q[1 : shape.num_sampled + 1] - 1]  # [S, H]
+        if wants_all:
+            hidden = hidden[last_tokens]  # [S, H]
         return self.model.compute_logits(hidden, self.logits[: shape.num_sampled])  # [S, V / ranks]
 
     def _sampling_rows(self, shape: StepShape) -> torch.Tensor:

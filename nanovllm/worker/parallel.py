@@ -60,6 +60,8 @@ class RankGroup:
         return self._symmetric.view(num_rows, width, dtype) if self._symmetric is not None else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if x.numel() == 0:  # a step in which no row samples
+            return x
         if self._symmetric is not None and self._symmetric.holds(x):
             return self._symmetric.all_reduce(x)
         self._group.allreduce([x]).wait()

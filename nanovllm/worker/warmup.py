@@ -130,7 +130,8 @@ def attention_calls(
     max_num_seqs: int,
 ) -> list[Callable[[], object]]:
     """Rope and store, and decodes, once for each launch that batches of up to `max_num_seqs` are compiled for: graphs
-    have few sizes, but beside prompts there may be any number of decodes."""
+    have few sizes, but beside prompts there may be any number of decodes. Any number may come rotated, too: the last
+    layer's do, in a step with prompts."""
     heads, kv_heads = local_heads(config.num_heads, config.num_kv_heads, tp_size)
     head_dim = config.head_dim
     cache = torch.zeros(2, backend.block_size, kv_heads, head_dim, dtype=dtype, device=device)
@@ -152,21 +153,21 @@ def attention_calls(
             backend.needs_rotated_k,
         )  # fmt: skip
 
-    def decode(num_decodes: int) -> None:
+    def decode(num_decodes: int, rotates: bool) -> None:
         q, k, v = qkv(num_decodes).unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
         starts = torch.arange(num_decodes + 1, dtype=torch.int32, device=device)
         metadata = AttentionMetadata(
             starts, ints(num_decodes) + 1, ints(num_decodes, NUM_ROWS), slots(num_decodes), 1, 1, num_decodes, False
         )
-        rotates = backend.rotates_decodes(num_decodes)
         for window in dict.fromkeys(config.layer_windows):
             backend.forward(q, k, v, cache, cache, metadata, 1.0, window, rope if rotates else None)
 
-    first: dict[object, int] = {}
+    first: dict[tuple[str, bool], int] = {}
     for size in range(1, max_num_seqs + 1):
         variant = decode_variant(size, kv_heads, head_dim, dtype, backend.block_size, device_of(device))
-        first.setdefault((repr(variant), backend.rotates_decodes(size)), size)
-    return [*(partial(decode, size) for size in first.values()), rotate]
+        for rotates in {False, backend.rotates_decodes(size)}:
+            first.setdefault((repr(variant), rotates), size)
+    return [*(partial(decode, size, rotates) for (_, rotates), size in first.items()), rotate]
 
 
 def product_calls(model: Qwen3ForCausalLM, dtype: torch.dtype, sizes: list[int]) -> list[Callable[[], object]]:

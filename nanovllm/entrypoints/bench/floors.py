@@ -11,7 +11,7 @@ What is assumed, each needed to come out at the published table (0.6B and 8B on 
   prompt + t tokens. Prompts add FLOPs only: nothing is read for them.
 - FLOPs are 2 for each weight of the layers and token, plus 2 for each weight of the output layer and sampled token,
   plus, in prompts, attention over the causal half: 2 * heads * head_dim * prompt^2 a layer. Decode attention costs
-  bytes, not FLOPs.
+  bytes, not FLOPs. The last layer counts like the others, though of a prompt it owes little but K and V.
 - Weights read in a step are the layers' and the output layer's; of the embedding, only the rows of the batch (not
   counted).
 - At most MAX_RUNNING = 512 requests a GPU decode at once, admitted in order, the next as soon as one ends; memory for
