@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.noise import log2_exponential_reference, noise_bits_reference
 from tests.reference import reference_logits
 from tests.test_end_to_end import NUM_TOKENS, prompts_for, tiny_folder
+from tests.test_last_layer import check_rows, watched
 from tests.tiny_models import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -132,6 +134,33 @@ def test_float32_real_head_shapes(medium):
         both = llm.generate([[5, 6, 7], [5, 6, 7]], [held, GREEDY], use_tqdm=False)
         assert plain[0] not in both[0]["token_ids"][:6]
         assert_same(medium, [[5, 6, 7]], [GREEDY], [both[1]["token_ids"]], [plain])
+
+
+@pytest.mark.gpu(seconds=16)
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_steps_with_prompts_want_few_hidden_states(medium, backend):
+    """Chunks that end and chunks that do not, beside decodes and beside prompts whose logprobs need all of them. Steps
+    of decodes are graphs, which no hook sees."""
+    prompts = mixed_prompts(12, 400)
+    params = [replace(GREEDY, prompt_logprobs=0 if i in (2, 7) else None) for i in range(len(prompts))]
+    options = POOL | dict(dtype="float32", attention_backend=backend, max_num_batched_tokens=150)
+    with LLM(medium, **options) as llm, watched(llm) as steps:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    asking: set[int] = set()
+    kinds: set[tuple[bool, ...]] = set()
+    for step in (step for step in steps if not step.is_decode):
+        plan = step.plan
+        asking |= {new.row for new in plan.new_rows if new.sampling_params.prompt_logprobs is not None}
+        wants_all = not asking.isdisjoint(plan.rows[plan.num_decodes :])
+        check_rows(step, wants_all)
+        kinds.add((wants_all, plan.num_decodes > 0, plan.num_sampled > plan.num_decodes))
+    assert {(True, True, True), (False, True, True), (False, True, False), (False, False, False)} <= kinds, kinds
+    assert_greedy(medium, prompts, [output["token_ids"] for output in outputs], "cuda")
+    for index in (2, 7):
+        prompt, found = prompts[index], outputs[index].prompt_logprobs
+        exact = reference_logits(medium, prompt, device="cuda").log_softmax(-1)[:-1]
+        for token, row, position in zip(prompt[1:], exact, found[1:], strict=True):
+            assert abs(position[token].logprob - float(row[token])) < ROUNDING
 
 
 @pytest.mark.gpu(seconds=18)

@@ -19,6 +19,8 @@ from nanovllm.attention import (
     flash,
 )
 from nanovllm.attention import torch as torch_backend
+from nanovllm.attention.composed import ComposedBackend
+from nanovllm.attention.triton import triton_decode, triton_paged
 from nanovllm.kernels.paged_decode import (
     SHORT_CONTEXT,
     DecodeBatch,
@@ -137,6 +139,18 @@ class Step:
     def check(self, out: Tensor, window: int | None, rows: slice = slice(None), tolerance: float | None = None) -> None:
         tolerance = tolerance or TOLERANCE[self.q.dtype]
         torch.testing.assert_close(out[rows].double(), self.expected(window)[rows], atol=tolerance, rtol=tolerance)
+
+    def check_wanted(
+        self, backend: AttentionBackend, num_wanted: int, window: int | None, tolerance: float | None = None
+    ) -> None:
+        """The last tokens of the first sequences by themselves, all keys being in the cache."""
+        tolerance = tolerance or TOLERANCE[self.q.dtype]
+        tokens = self.metadata.cu_seqlens_q[1 : num_wanted + 1].long() - 1
+        q, k, v = torch.cat([self.q, self.k, self.v], dim=1)[tokens].split(self.heads, dim=1)
+        where = (self.k_cache, self.v_cache, self.metadata.as_decodes(tokens))
+        out = backend.forward(q, k, v, *where, self.scale, window, None)
+        assert out.shape == (num_wanted, *self.q.shape[1:])
+        torch.testing.assert_close(out.double(), self.expected(window)[tokens], atol=tolerance, rtol=tolerance)
 
     def forward(self, backend, window: int | None = None) -> Tensor:
         """Decodes go as they come from the projection where the backend rotates them."""
@@ -362,6 +376,20 @@ def test_prefill_kernel_finds_sequences_past_the_first_128(kernel_device: str) -
     step.check(run_prefill(step, None), None)
 
 
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_wanted_tokens_attend_as_decodes(kernel_device: str, name: str, window: int | None) -> None:
+    """Of none, some and all sequences of a step, also where so few decodes would be rotated by the kernel."""
+    step = Step(MIXED, 2, device=kernel_device)
+    backend: AttentionBackend = choose_backend("torch", step.spec())
+    if name == "triton":
+        decode, rotates_decodes = triton_decode(step.spec())
+        assert rotates_decodes(2)
+        backend = ComposedBackend(name, name, 16, decode, triton_paged, rotates_decodes)
+    for num_wanted in (0, 1, 4, len(MIXED)):
+        step.check_wanted(backend, num_wanted, window)
+
+
 @pytest.mark.parametrize("window", [None, 40])
 def test_references_follow_the_naive_one(window: int | None) -> None:
     step = Step(MIXED, 2)
@@ -518,6 +546,7 @@ def test_flash_packages_are_called_right(monkeypatch: pytest.MonkeyPatch, versio
         backend = flash._build_on(package, step.spec(windows=frozenset({None, 12})))
         for window in (None, 12):
             step.check(step.forward(backend, window), window)
+            step.check_wanted(backend, len(chunks), window)
 
 
 # On a GPU, at real shapes
@@ -558,9 +587,11 @@ def check_on_gpu(backend: AttentionBackend, spec: AttentionSpec, tolerance: floa
             )  # fmt: skip
             for window in WINDOWS:
                 step.check(step.forward(backend, window), window, tolerance=tolerance)
+                if len(batch) > num_decodes:
+                    step.check_wanted(backend, len(batch), window, tolerance)
 
 
-@pytest.mark.gpu(seconds=11)
+@pytest.mark.gpu(seconds=13)
 @pytest.mark.parametrize("case", CASES_ON_GPU, ids=lambda case: "-".join(map(str, case)))
 def test_triton_on_gpu(case: tuple[torch.dtype, int, int, int, int]) -> None:
     spec = spec_on_gpu(*case)
