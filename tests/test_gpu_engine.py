@@ -139,21 +139,16 @@ def test_float32_real_head_shapes(medium):
 @pytest.mark.gpu(seconds=16)
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_steps_with_prompts_want_few_hidden_states(medium, backend):
-    """Chunks that end and chunks that do not, beside decodes and beside prompts whose logprobs need all of them. Steps
-    of decodes are graphs, which no hook sees."""
+    """Chunks that end and chunks that do not, beside decodes and beside prompts whose logprobs need all of them."""
     prompts = mixed_prompts(12, 400)
     params = [replace(GREEDY, prompt_logprobs=0 if i in (2, 7) else None) for i in range(len(prompts))]
     options = POOL | dict(dtype="float32", attention_backend=backend, max_num_batched_tokens=150)
     with LLM(medium, **options) as llm, watched(llm) as steps:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    asking: set[int] = set()
-    kinds: set[tuple[bool, ...]] = set()
-    for step in (step for step in steps if not step.is_decode):
-        plan = step.plan
-        asking |= {new.row for new in plan.new_rows if new.sampling_params.prompt_logprobs is not None}
-        wants_all = not asking.isdisjoint(plan.rows[plan.num_decodes :])
-        check_rows(step, wants_all)
-        kinds.add((wants_all, plan.num_decodes > 0, plan.num_sampled > plan.num_decodes))
+    kinds = {
+        (wants_all, step.plan.num_decodes > 0, step.plan.num_sampled > step.plan.num_decodes)
+        for step, wants_all in check_rows(steps)
+    }
     assert {(True, True, True), (False, True, True), (False, True, False), (False, False, False)} <= kinds, kinds
     assert_greedy(medium, prompts, [output["token_ids"] for output in outputs], "cuda")
     for index in (2, 7):

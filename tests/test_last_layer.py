@@ -17,7 +17,7 @@ from nanovllm.attention import AttentionSpec
 from nanovllm.attention.composed import ComposedBackend
 from nanovllm.attention.triton import triton_decode, triton_paged
 from nanovllm.kernels.device import Device
-from nanovllm.kernels.paged_decode import decode_variant, has_many_items
+from nanovllm.kernels.paged_decode import SHORT_CONTEXT, decode_variant, has_many_items
 from nanovllm.messages import SchedulerOutput
 from nanovllm.model_config import read_model_config
 from nanovllm.worker import model_runner, warmup
@@ -80,11 +80,23 @@ def watched(llm: LLM) -> Iterator[list[SeenStep]]:
             del layer.post_attention_layernorm.add
 
 
-def check_rows(step: SeenStep, wants_all: bool = False) -> None:
-    num_tokens = step.plan.num_tokens
-    num_wanted = num_tokens if wants_all or step.is_decode else step.plan.num_sampled
-    assert step.first_layer == dict.fromkeys(PARTS, num_tokens)
-    assert step.last_layer == dict.fromkeys(PARTS, num_wanted) | {"qkv_proj": num_tokens}
+def check_rows(steps: list[SeenStep]) -> list[tuple[SeenStep, bool]]:
+    """Steps with prompts, and whether all tokens were wanted. Those of decodes may be graphs, which no hook sees."""
+    asking: set[int] = set()  # rows that want logprobs of their prompt
+    checked = []
+    for step in steps:
+        plan = step.plan
+        asking -= {new.row for new in plan.new_rows}
+        asking |= {new.row for new in plan.new_rows if new.first_prompt_logprob is not None}
+        if step.is_decode:
+            assert step.last_layer == step.first_layer
+            continue
+        wants_all = not asking.isdisjoint(plan.rows[plan.num_decodes :])
+        num_wanted = plan.num_tokens if wants_all else plan.num_sampled
+        assert step.first_layer == dict.fromkeys(PARTS, plan.num_tokens)
+        assert step.last_layer == dict.fromkeys(PARTS, num_wanted) | {"qkv_proj": plan.num_tokens}
+        checked.append((step, wants_all))
+    return checked
 
 
 def choose_interpreted(name: str, spec: AttentionSpec) -> ComposedBackend:
@@ -115,9 +127,7 @@ def test_rows_of_every_kind_of_step(family: str, backend: str, tmp_path: Path, m
     prompts = prompts_of(50, 3, 18, 41, 9)
     with engine(folder, max_num_batched_tokens=20) as llm, watched(llm) as steps:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    for step in steps:
-        check_rows(step)
-    with_prompts = [step.plan for step in steps if not step.is_decode]
+    with_prompts = [step.plan for step, wants_all in check_rows(steps) if not wants_all]
     assert any(plan.num_sampled == 0 for plan in with_prompts)
     assert any(0 < plan.num_decodes < plan.num_sampled < len(plan.rows) for plan in with_prompts)
     assert any(0 < plan.num_decodes == plan.num_sampled for plan in with_prompts)
@@ -142,18 +152,11 @@ def test_all_tokens_where_a_prompts_logprobs_come_from_them(budget: int, tmp_pat
     prompts, params = prompts_of(33, 47, 5, 38), [GREEDY, asking, replace(GREEDY, logprobs=1), GREEDY]
     with engine(folder, max_num_batched_tokens=budget) as llm, watched(llm) as steps:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        asked, rows_asking = [], set()
-        for step in steps:
-            new = step.plan.new_rows
-            rows_asking |= {each.row for each in new if each.sampling_params.prompt_logprobs is not None}
-            wants_all = not rows_asking.isdisjoint(step.plan.rows[step.plan.num_decodes :])
-            check_rows(step, wants_all)
-            asked.append(wants_all)
-        assert any(asked) and not all(asked)
+        wants_all = {wants_all for _, wants_all in check_rows(steps)}
+        assert wants_all == ({True} if budget == 200 else {True, False})
         steps.clear()
         llm.generate(prompts_of(30, 31), GREEDY, use_tqdm=False)
-        for step in steps:
-            check_rows(step)
+        assert not any(wants_all for _, wants_all in check_rows(steps))
     for output, param in zip(outputs, params, strict=True):
         check_output(folder, output, param)
 
@@ -179,37 +182,46 @@ class NotedLaunches:
 
     def __init__(self, num_kv_heads: int, device: Device) -> None:
         self.num_kv_heads, self.device = num_kv_heads, device
-        self.launches: list[tuple[str, bool, bool]] = []
+        self.launches: list[tuple[str, bool, bool, bool]] = []
 
     def rotates_decodes(self, num_decodes: int) -> bool:
         return not has_many_items(num_decodes * self.num_kv_heads, self.device.num_sms)
 
-    def variant(self, num_decodes: int, head_dim: int, dtype: torch.dtype, rotates: bool, has_window: bool) -> Any:
+    def variant(
+        self, num_decodes: int, head_dim: int, dtype: torch.dtype, rotates: bool, has_window: bool, max_seq_len: int
+    ) -> tuple[str, bool, bool, bool]:
         launch = decode_variant(num_decodes, self.num_kv_heads, head_dim, dtype, self.block_size, self.device)
-        return repr(launch), rotates, has_window
+        is_short_row = rotates and num_decodes == 1 and max_seq_len <= SHORT_CONTEXT
+        return "" if is_short_row else repr(launch), rotates, has_window, is_short_row
 
     def forward(self, q, k, v, k_cache, v_cache, metadata, scale, window, rope) -> torch.Tensor:
         num_decodes = metadata.num_decode_tokens
         assert num_decodes == metadata.num_seqs == len(q)
-        self.launches.append(self.variant(num_decodes, q.shape[2], q.dtype, rope is not None, window is not None))
+        options = (rope is not None, window is not None, metadata.max_seqlen_k)
+        self.launches.append(self.variant(num_decodes, q.shape[2], q.dtype, *options))
         return q
 
 
+@pytest.mark.parametrize("max_model_len", [128, 4096])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2-window", "mistral-window"])
 @pytest.mark.parametrize("device", [Device(132, 227 << 10, True), Device(82, 99 << 10), Device(8, 227 << 10)])
-def test_warm_up_knows_every_launch_of_decodes(device: Device, family: str, tmp_path: Path, monkeypatch) -> None:
-    """Any number of them as the backend likes them, and any number rotated, once each."""
+def test_warm_up_knows_every_launch_of_decodes(
+    device: Device, family: str, max_model_len: int, tmp_path: Path, monkeypatch
+) -> None:
+    """Any number of them as the backend likes them, any number rotated, and a single row, short or long: once each."""
     monkeypatch.setattr(warmup, "device_of", lambda _: device)
     config = read_model_config(make_tiny_model(tmp_path, **dict(FAMILIES)[family]))
+    config = replace(config, max_model_len=max_model_len)
     backend, dtype, max_num_seqs = NotedLaunches(config.num_kv_heads, device), torch.bfloat16, 300
     for call in warmup.attention_calls(config, 1, dtype, torch.device("cpu"), backend, max_num_seqs):
         call()
     assert len(backend.launches) == len(set(backend.launches))
     reached = {
-        backend.variant(num_decodes, config.head_dim, dtype, rotates, window is not None)
+        backend.variant(num_decodes, config.head_dim, dtype, rotates, window is not None, max_seq_len)
         for num_decodes in range(1, max_num_seqs + 1)
         for rotates in {False, backend.rotates_decodes(num_decodes)}
         for window in config.layer_windows
+        for max_seq_len in (1, max_model_len)
     }
     assert set(backend.launches) == reached
-    assert len({rotates for _, rotates, _ in reached}) == 2
+    assert len({rotates for _, rotates, _, _ in reached}) == 2

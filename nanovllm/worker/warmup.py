@@ -23,7 +23,7 @@ from nanovllm.kernels.decode_linear import ResidualStream, linear_residual, norm
 from nanovllm.kernels.decode_linear_config import Kind, choose_config
 from nanovllm.kernels.device import device_of
 from nanovllm.kernels.norm import LARGE_BATCH_ELEMENTS, add_rms_norm, rms_norm
-from nanovllm.kernels.paged_decode import decode_variant
+from nanovllm.kernels.paged_decode import SHORT_CONTEXT, decode_variant
 from nanovllm.kernels.prepare import prepare_inputs
 from nanovllm.kernels.rope import Rope, qk_norm_rope_store
 from nanovllm.kernels.update import scatter_updates
@@ -31,6 +31,7 @@ from nanovllm.layers.parallel import local_heads
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
+from nanovllm.worker.cuda_graphs import context_bounds
 
 NUM_ROWS = 16  # of scratch tensors: a multiple of 16, as Triton compiles sizes of 1 and odd ones separately
 
@@ -153,21 +154,24 @@ def attention_calls(
             backend.needs_rotated_k,
         )  # fmt: skip
 
-    def decode(num_decodes: int, rotates: bool) -> None:
+    def decode(num_decodes: int, rotates: bool, max_seq_len: int) -> None:
         q, k, v = qkv(num_decodes).unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
         starts = torch.arange(num_decodes + 1, dtype=torch.int32, device=device)
         metadata = AttentionMetadata(
-            starts, ints(num_decodes) + 1, ints(num_decodes, NUM_ROWS), slots(num_decodes), 1, 1, num_decodes, False
-        )
+            starts, ints(num_decodes) + 1, ints(num_decodes, NUM_ROWS), slots(num_decodes), 1, max_seq_len, num_decodes,
+            has_cached_prefix=False,
+        )  # fmt: skip
         for window in dict.fromkeys(config.layer_windows):
             backend.forward(q, k, v, cache, cache, metadata, 1.0, window, rope if rotates else None)
 
-    first: dict[tuple[str, bool], int] = {}
+    first: dict[tuple[str, bool, bool], tuple[int, bool, int]] = {}
     for size in range(1, max_num_seqs + 1):
         variant = decode_variant(size, kv_heads, head_dim, dtype, backend.block_size, device_of(device))
         for rotates in {False, backend.rotates_decodes(size)}:
-            first.setdefault((repr(variant), rotates), size)
-    return [*(partial(decode, size, rotates) for (_, rotates), size in first.items()), rotate]
+            for bound in context_bounds(size, config.max_model_len):
+                is_short_row = rotates and size == 1 and bound <= SHORT_CONTEXT
+                first.setdefault((repr(variant), rotates, is_short_row), (size, rotates, bound))
+    return [*(partial(decode, *call) for call in first.values()), rotate]
 
 
 def product_calls(model: Qwen3ForCausalLM, dtype: torch.dtype, sizes: list[int]) -> list[Callable[[], object]]:
