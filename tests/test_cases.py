@@ -398,13 +398,15 @@ def test_a53_a_chunked_prompt_beside_decodes(long_folder, max_in_flight):
 # ---- graphs and memory ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 10, 20, 100, 512])
-def test_a33_every_batch_size_has_a_graph(max_num_seqs):
-    sizes = graph_sizes(max_num_seqs)
+@pytest.mark.parametrize("hidden_size", [1024, 4096])
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 10, 20, 100, 161, 300, 512, 700])
+def test_a33_every_batch_size_has_a_graph(max_num_seqs, hidden_size):
+    sizes = graph_sizes(max_num_seqs, hidden_size)
     assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs
-    graphs = CudaGraphs(max_num_seqs, 4096, NotImplemented, NotImplemented)
+    graphs = CudaGraphs(sizes, 4096, NotImplemented, NotImplemented)
     padded = [graphs.padded_size(num_rows) for num_rows in range(1, max_num_seqs + 1)]
-    most = [8 if size <= 256 else 16 for size in padded]
+    is_wide = hidden_size == 4096
+    most = [48 if is_wide and 160 < size < 512 else 8 if size <= 256 else 16 for size in padded]
     assert all(
         size in sizes and 0 <= size - num_rows < limit
         for num_rows, (size, limit) in enumerate(zip(padded, most, strict=True), start=1)

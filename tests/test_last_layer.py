@@ -49,7 +49,7 @@ def watched(llm: LLM) -> Iterator[list[SeenStep]]:
 
     def watch(layer: Any, counts: str) -> None:
         for name, part in zip(PARTS, (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp), strict=False):
-            handles.append(part.register_forward_hook(lambda _, __, out, name=name: note(counts, name, len(out))))
+            handles.append(part.register_forward_hook(lambda _, args, __, name=name: note(counts, name, len(args[0]))))
         norm, add = layer.post_attention_layernorm, layer.post_attention_layernorm.add
 
         def noted(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

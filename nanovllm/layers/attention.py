@@ -22,7 +22,7 @@ from nanovllm.layers.parallel import TensorParallel, local_heads
 
 
 class Attention(nn.Module):
-    """[T, hidden] -> [T, hidden], or [S, hidden] of S wanted tokens.
+    """[T, hidden] -> [T, hidden], or [S, hidden] of S wanted tokens, for the residual.
 
     Args:
         num_heads, num_kv_heads: over all ranks; the attributes of these names are this rank's.
@@ -69,11 +69,14 @@ class Attention(nn.Module):
         self,
         positions: Tensor,
         hidden: Tensor,
+        residual: Tensor,
         kv_cache: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
         wanted: Tensor | None = None,
-    ) -> Tensor:
-        return self.o_proj(self._attend(positions, self.qkv_proj(hidden), kv_cache, metadata, wanted))
+    ) -> tuple[Tensor | None, Tensor]:
+        """hidden, residual [T, hidden], wanted int64 [S]; returns what `Linear.add` does, of the wanted tokens."""
+        attended = self._attend(positions, self.qkv_proj(hidden), kv_cache, metadata, wanted)
+        return self.o_proj.add(attended, residual if wanted is None else residual[wanted])
 
     def decode(
         self,

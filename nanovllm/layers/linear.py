@@ -81,6 +81,18 @@ class Linear(nn.Module):
         y = self.tp.all_reduce(y)
         return y if self.bias is None else y + self.bias
 
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        """(product of x [T, in], residual [T, out]), which the next norm adds up; (None, their sum) where that is done.
+
+        On a GPU the addition rides in cuBLAS's epilogue, in float32 and for nothing, and the norm moves half as much.
+        """
+        if not x.is_cuda or self.is_summed:
+            return self(x), residual
+        residual.addmm_(x, self.weight.t())
+        if self.bias is not None:
+            residual += self.bias
+        return None, residual
+
     def add_to(self, stream: ResidualStream, x: Tensor, next_norm_weight: Tensor) -> None:
         """stream.residual [M, out] += the product of x [M, in], for a step of few decodes on a GPU."""
         if not self.is_summed:

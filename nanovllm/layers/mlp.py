@@ -17,7 +17,7 @@ from nanovllm.layers.parallel import TensorParallel
 
 
 class MLP(nn.Module):
-    """[T, hidden] -> [T, hidden]."""
+    """[T, hidden] -> [T, hidden], for the residual."""
 
     def __init__(
         self,
@@ -33,9 +33,10 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(hidden_size, parts, bias, dtype, device, "output", tp)
         self.down_proj = Linear(intermediate_size, hidden_size, bias, dtype, device, "input", tp)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        """x [T, hidden]; returns what `Linear.add` does."""
         gate_up = self.gate_up_proj(x)  # [T, 2 * intermediate]
-        return self.down_proj(silu_and_mul(gate_up))
+        return self.down_proj.add(silu_and_mul(gate_up), residual)
 
     def decode(self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm) -> None:
         """norm, gate and up, activation, down, in two launches; adds to the stream. See `kernels/decode_linear.py`."""

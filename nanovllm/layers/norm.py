@@ -24,6 +24,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)  # [T, H]
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual), both [T, H]; the latter is `residual`, updated in place."""
+    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual), both [T, H]; the latter is `residual`, updated in place.
+
+        x is None where it has been added before (`Linear.add`).
+        """
+        if x is None:
+            return self(residual), residual
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -66,22 +66,18 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self,
         positions: Tensor,
-        hidden: Tensor,
-        residual: Tensor | None,
+        hidden: Tensor | None,
+        residual: Tensor,
         kv_cache: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
         wanted: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """[T, hidden] each -> [T, hidden] each, or [S, hidden] of the wanted tokens, int64 [S]."""
-        if residual is None:  # the first layer: hidden is the embedding
-            residual, hidden = hidden, self.input_layernorm(hidden)  # [T, hidden] each
-        else:
-            hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(positions, hidden, kv_cache, metadata, wanted)
-        if wanted is not None:
-            residual = residual[wanted]
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp(hidden), residual
+    ) -> tuple[Tensor | None, Tensor]:
+        """[T, hidden] each -> [T, hidden] each, or [S, hidden] of the wanted tokens, int64 [S]. `hidden` is what is
+        still to be added to the residual, or None."""
+        normed, residual = self.input_layernorm.add(hidden, residual)
+        hidden, residual = self.self_attn(positions, normed, residual, kv_cache, metadata, wanted)
+        normed, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(normed, residual)
 
     def decode(
         self,
@@ -139,12 +135,11 @@ class Qwen3Model(nn.Module):
         is_decode = metadata.num_seqs == metadata.num_decode_tokens
         if self.workspace is not None and is_decode and len(hidden) <= self.max_fused_rows and is_fused(hidden):
             return self._decode(ResidualStream(hidden, self.workspace), positions, kv_caches, metadata)
-        residual: Tensor | None = None
+        residual, pending = hidden, None  # of the residual, what the next norm adds to it
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             wanted = metadata.wanted if layer is self.layers[-1] else None
-            hidden, residual = layer(positions, hidden, residual, kv_cache, metadata, wanted)
-        assert residual is not None  # a model has at least one layer
-        return self.norm.add(hidden, residual)[0]
+            pending, residual = layer(positions, pending, residual, kv_cache, metadata, wanted)
+        return self.norm.add(pending, residual)[0]
 
     def _decode(
         self,

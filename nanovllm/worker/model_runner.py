@@ -70,6 +70,7 @@ class ModelRunner:
         self.stream = compute_stream(self.device)
         self.memory = GpuMemory(self.device, config.gpu_memory_utilization) if self.is_cuda else None
         self.graphs: CudaGraphs | None = None
+        self.graph_sizes = graph_sizes(config.max_num_seqs, self.model_config.hidden_size)
         with torch.cuda.stream(self.stream), torch.no_grad():
             self.warmup = KernelWarmup(self.device, self.stream)
             for phase in (self._build_model, self._build_batch, self._allocate_kv_cache, self._capture_graphs):
@@ -109,7 +110,7 @@ class ModelRunner:
             + step_calls(self.backend, self.device)
         )
         self.model = build_model(model_config, self.backend, self.dtype, self.device, tp=self.tp)
-        self.warmup.start(product_calls(self.model, self.dtype, graph_sizes(config.max_num_seqs)))
+        self.warmup.start(product_calls(self.model, self.dtype, self.graph_sizes))
         self.weights = Weights(self.model, model_config)
         if config.load_format == "dummy":
             initialize_dummy_weights(self.model, config.seed)
@@ -185,14 +186,14 @@ class ModelRunner:
         model_config = self.model_config
         widest = max(2 * model_config.intermediate_size, 4 * model_config.hidden_size)
         tensors = 8 * size * widest * self.dtype.itemsize
-        num_nodes = 10 * model_config.num_layers * len(graph_sizes(size))
+        num_nodes = 10 * model_config.num_layers * len(self.graph_sizes)
         return tensors + num_nodes * GRAPH_NODE_BYTES
 
     def _capture_graphs(self) -> None:
         if not self.is_cuda or self.config.enforce_eager:
             return
-        config = self.config
-        graphs = CudaGraphs(config.max_num_seqs, config.max_model_len, self._decode_logits, self._sample_decodes)
+        bound = self.config.max_model_len
+        graphs = CudaGraphs(self.graph_sizes, bound, self._decode_logits, self._sample_decodes)
         assert self.stream is not None
         free, _ = torch.cuda.mem_get_info(self.device)
         graphs.capture(self.stream)

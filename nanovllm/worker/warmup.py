@@ -78,12 +78,18 @@ def model_calls(
         sampler = Sampler(config.vocab_size, num_rows, device)
         sampler(zeros(num_rows, config.vocab_size), zeros(num_rows, of=torch.int32), _Settings(num_rows, device))
 
+    def norm(num_rows: int, has_addend: bool) -> None:
+        x = zeros(num_rows, hidden)
+        if has_addend:
+            add_rms_norm(x, zeros(num_rows, hidden), zeros(hidden), eps)
+        else:
+            rms_norm(x, zeros(hidden), eps)
+
+    additions = (False, True) if tp_size > 1 else (False,)  # one rank adds in its products
     return [
         lambda: sample(4),
         lambda: sample(128),
-        lambda: rms_norm(zeros(NUM_ROWS, hidden), zeros(hidden), eps),
-        lambda: add_rms_norm(zeros(NUM_ROWS, hidden), zeros(NUM_ROWS, hidden), zeros(hidden), eps),
-        lambda: add_rms_norm(zeros(num_many, hidden), zeros(num_many, hidden), zeros(hidden), eps),
+        *(partial(norm, num_rows, has_addend) for num_rows in (NUM_ROWS, num_many) for has_addend in additions),
         lambda: silu_and_mul(zeros(NUM_ROWS, 2 * config.intermediate_size // tp_size)),
     ]
 
