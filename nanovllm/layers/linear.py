@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from nanovllm.kernels.cublaslt import Product
 from nanovllm.kernels.decode_linear import ResidualStream, add_residual, linear_partial, linear_residual
 from nanovllm.kernels.packed_linear import linear
 from nanovllm.layers.parallel import Shard, TensorParallel, cut
@@ -62,6 +63,7 @@ class Linear(nn.Module):
         self.weight = empty_parameter((num_rows, num_columns), dtype, device)
         self.bias = empty_parameter((num_rows,), dtype, device) if bias else None
         self.packed: Tensor | None = None  # the weight once more, on a CPU, for `kernels/packed_linear.py`
+        self.product: Product | None = None  # how a full step multiplies on a GPU, where that is not torch's way
 
     def shards(self, kind: str) -> list[Shard]:
         """Where the checkpoint's tensors of `kind` ("weight", "bias") go."""
@@ -75,10 +77,9 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_summed:
-            return linear(x, self.weight, self.bias, self.packed)  # [T, in] -> [T, out]
+            return self._multiply(x) if self.bias is None else linear(x, self.weight, self.bias, self.packed)
         out = self.tp.partial_sums(len(x), len(self.weight), x.dtype)
-        y = linear(x, self.weight, None, self.packed) if out is None else torch.mm(x, self.weight.t(), out=out)
-        y = self.tp.all_reduce(y)
+        y = self.tp.all_reduce(self._multiply(x, out))
         return y if self.bias is None else y + self.bias
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -88,10 +89,21 @@ class Linear(nn.Module):
         """
         if not x.is_cuda or self.is_summed:
             return self(x), residual
-        residual.addmm_(x, self.weight.t())
+        if self.product is not None and self.product.fits(x, residual):
+            self.product(x, self.weight, residual, adds=True)
+        else:
+            residual.addmm_(x, self.weight.t())
         if self.bias is not None:
             residual += self.bias
         return None, residual
+
+    def _multiply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [T, in] @ weight.T, into `out` [T, out] where it is given."""
+        if self.product is not None and len(x) == self.product.num_rows:
+            result = x.new_empty((len(x), len(self.weight))) if out is None else out
+            if self.product.fits(x, result):
+                return self.product(x, self.weight, result)
+        return linear(x, self.weight, None, self.packed) if out is None else torch.mm(x, self.weight.t(), out=out)
 
     def add_to(self, stream: ResidualStream, x: Tensor, next_norm_weight: Tensor) -> None:
         """stream.residual [M, out] += the product of x [M, in], for a step of few decodes on a GPU."""

@@ -36,7 +36,7 @@ from nanovllm.worker.persistent_batch import PersistentBatch
 from nanovllm.worker.platform import compute_stream, resolve_device, resolve_dtype
 from nanovllm.worker.step_sampler import StepSampler
 from nanovllm.worker.step_shape import StepShape
-from nanovllm.worker.warmup import KernelWarmup, attention_calls, model_calls, product_calls, step_calls
+from nanovllm.worker.warmup import KernelWarmup, attention_calls, model_calls, product_calls, step_calls, tune_products
 from nanovllm.worker.weights import Source, Weights
 
 logger = logging.getLogger("nanovllm")
@@ -169,6 +169,7 @@ class ModelRunner:
         self.num_kvcache_blocks = 2
         self._new_kv_cache()
         num_tokens = config.max_num_batched_tokens
+        tune_products(self.model, num_tokens)
         num_rows = max(min(config.max_num_seqs, num_tokens), -(-num_tokens // config.max_model_len))
         num_rows = min(num_rows, config.max_num_seqs)
         lengths = [min(num_tokens // num_rows, config.max_model_len)] * num_rows
