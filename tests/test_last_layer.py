@@ -190,7 +190,7 @@ class NotedLaunches:
     def variant(
         self, num_decodes: int, head_dim: int, dtype: torch.dtype, rotates: bool, has_window: bool, max_seq_len: int
     ) -> tuple[str, bool, bool, bool]:
-        launch = decode_variant(num_decodes, self.num_kv_heads, head_dim, dtype, self.block_size, self.device)
+        launch = decode_variant(num_decodes, self.num_kv_heads, head_dim, dtype, self.block_size, self.device, rotates)
         is_short_row = rotates and num_decodes == 1 and max_seq_len <= SHORT_CONTEXT
         return "" if is_short_row else repr(launch), rotates, has_window, is_short_row
 

@@ -20,7 +20,8 @@ from nanovllm.kernels.rope import Rope
 
 
 class DecodeKernel(Protocol):
-    """One query token a sequence, see `paged_decode`: with `rope` it rotates q and k and stores k and v. Capturable."""
+    """One query token a sequence, see `paged_decode_triton`: with `rope` it rotates q and k and stores k and v.
+    Capturable."""
 
     def __call__(
         self,
@@ -85,17 +86,10 @@ def prompt_batch(metadata: AttentionMetadata) -> PromptBatch:
 
 
 def decode_batch(metadata: AttentionMetadata) -> DecodeBatch:
-    """The step's decodes, likewise."""
-    batch = metadata.cache.get("decode_batch")
-    if batch is None:
-        num_decodes = metadata.num_decode_tokens
-        batch = metadata.cache["decode_batch"] = DecodeBatch(
-            seq_lens=metadata.seq_lens[:num_decodes],
-            block_table=metadata.block_table[:num_decodes],
-            slot_mapping=metadata.slot_mapping,
-            max_seq_len=metadata.max_seqlen_k,
-        )
-    return batch
+    """The step's decodes."""
+    num_decodes = metadata.num_decode_tokens
+    seq_lens, block_table = metadata.seq_lens[:num_decodes], metadata.block_table[:num_decodes]
+    return DecodeBatch(seq_lens, block_table, metadata.slot_mapping, metadata.max_seqlen_k)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,11 @@ def choose_num_splits(num_items: int, num_sms: int) -> int:
 
 def has_many_items(num_items: int, num_sms: int) -> bool:
     """Whether q and the new keys had better come rotated: many programs would each do a part of that first."""
-    return num_items >= MANY_ITEMS_PER_SM * num_sms
+    return num_items >= many_items(num_sms)
+
+
+def many_items(num_sms: int) -> int:
+    return MANY_ITEMS_PER_SM * num_sms
 
 
 def decode_launch_options(
@@ -113,10 +117,14 @@ def decode_launch_options(
 
 
 def decode_variant(
-    num_seqs: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, device: Device
+    num_seqs: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, device: Device, has_rope: bool
 ) -> dict[str, Any]:
-    """What the launch of a batch is compiled for, beyond what is the same for all batches of a model."""
-    num_items = num_seqs * num_kv_heads
+    """What the launch of a batch is compiled for, beyond what is the same for all batches of a model.
+
+    Without rope a few decodes take what many do: only the last layer of a step with prompts has such ones, and what a
+    launch of their own would gain there is less than its compilation costs at start.
+    """
+    num_items = num_seqs * num_kv_heads if has_rope else max(num_seqs * num_kv_heads, many_items(device.num_sms))
     return {
         "SPLIT": choose_num_splits(num_items, device.num_sms) > 1,
         **decode_launch_options(1 << (head_dim - 1).bit_length(), dtype, block_size, num_items, device),
@@ -147,6 +155,14 @@ def paged_decode_triton(
     num_splits: int | None = None,
     options: dict[str, Any] | None = None,
 ) -> None:
+    """out[b] = softmax(scale * q[b] K^T) V over sequence b's visible keys; the first B rows of q and out [>=B, H, D].
+
+    k_cache, v_cache [num_blocks, block_size, KH, D]; the heads of an out row are contiguous. Without `rope` q is
+    rotated and all keys are in the cache; k and v may be None. With it q, k, v [>=B, heads, D] come from one
+    projection, as views of one tensor, and this call stores sequence b's last key and value at batch.slot_mapping[b].
+    A row that pads a graph has seq_len 1 and a slot that nobody reads. `num_splits` and `options` stand in for what
+    would be chosen.
+    """
     num_seqs, head_dim = batch.seq_lens.shape[0], q.shape[2]
     block_size, num_kv_heads = k_cache.shape[1:3]
     group, head_dim_pad = q.shape[1] // num_kv_heads, triton.next_power_of_2(head_dim)
@@ -176,11 +192,11 @@ def paged_decode_triton(
             *args, num_blocks, window or 0, *strides, BLOCK_N=block_n, **constants, **dependent_launch(device)
         )
         return
+    launch = decode_variant(num_seqs, num_kv_heads, head_dim, q.dtype, block_size, device, rope is not None)
     num_items = num_seqs * num_kv_heads
     if num_splits is None:
-        num_splits = choose_num_splits(num_items, workspace.num_sms)
+        num_splits = choose_num_splits(num_items, workspace.num_sms) if launch["SPLIT"] else 1
     assert num_splits == 1 or num_items * num_splits <= workspace.arrivals.numel()
-    launch = decode_variant(num_seqs, num_kv_heads, head_dim, q.dtype, block_size, device)
     paged_decode_kernel[(num_kv_heads, num_seqs, num_splits)](
         *args, num_splits, window or 0, *strides,
         GROUP_PAD=max(16, triton.next_power_of_2(group)),
@@ -234,30 +250,3 @@ def paged_decode_reference(
         grouped = q[b].float().unflatten(0, (num_kv_heads, group))  # [KH, G, D]
         probs = (torch.einsum("hgd,lhd->hgl", grouped, keys) * scale).softmax(-1)
         out[b] = torch.einsum("hgl,lhd->hgd", probs, values).flatten(0, 1).to(out.dtype)
-
-
-def paged_decode(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: DecodeBatch,
-    scale: float,
-    window: int | None,
-    out: Tensor,
-    rope: Rope | None,
-    workspace: DecodeWorkspace,
-) -> None:
-    """out[b] = softmax(scale * q[b] K^T) V over sequence b's visible keys; the first B rows of q and out [>=B, H, D].
-
-    k_cache, v_cache [num_blocks, block_size, KH, D]; the heads of an out row are contiguous. Without `rope` q is
-    rotated and all keys are in the cache; k and v may be None. With it q, k, v [>=B, heads, D] come from one
-    projection, as views of one tensor, and this call stores sequence b's last key and value at batch.slot_mapping[b].
-    A row that pads a graph has seq_len 1 and a slot that nobody reads.
-    """
-    args = (q, k, v, k_cache, v_cache, batch, scale, window, out, rope)
-    if q.is_cuda:
-        paged_decode_triton(*args, workspace)
-    else:
-        paged_decode_reference(*args)

@@ -370,22 +370,3 @@ def paged_prefill_reference(
         scores = torch.einsum("qhgd,lhd->hgql", grouped, keys) * scale
         probs = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         out[start:end] = torch.einsum("hgql,lhd->qhgd", probs, values).flatten(1, 2).to(out.dtype)
-
-
-def paged_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    window: int | None,
-    out: Tensor,
-    first_token: int = 0,
-) -> None:
-    """`paged_prefill_triton` for CUDA tensors, else `paged_prefill_reference`."""
-    if q.is_cuda:
-        paged_prefill_triton(q, k_cache, v_cache, cu_seqlens_q, seq_lens, block_table, scale, window, out, first_token)
-    else:
-        paged_prefill_reference(q, k_cache, v_cache, cu_seqlens_q, seq_lens, block_table, scale, window, out)

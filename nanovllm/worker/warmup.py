@@ -174,8 +174,8 @@ def attention_calls(
 
     first: dict[tuple[str, bool, bool], tuple[int, bool, int]] = {}
     for size in range(1, max_num_seqs + 1):
-        variant = decode_variant(size, kv_heads, head_dim, dtype, backend.block_size, device_of(device))
         for rotates in {False, backend.rotates_decodes(size)}:
+            variant = decode_variant(size, kv_heads, head_dim, dtype, backend.block_size, device_of(device), rotates)
             for bound in context_bounds(size, config.max_model_len):
                 is_short_row = rotates and size == 1 and bound <= SHORT_CONTEXT
                 first.setdefault((repr(variant), rotates, is_short_row), (size, rotates, bound))
