@@ -41,6 +41,10 @@ class SeenStep:
         return self.plan.num_decodes == len(self.plan.rows)
 
 
+def adding_parts(layer: Any) -> dict[str, Any]:
+    return {"o_proj": layer.self_attn.o_proj, "norm": layer.post_attention_layernorm}
+
+
 @contextmanager
 def watched(llm: LLM) -> Iterator[list[SeenStep]]:
     """The steps of an engine whose model runner is in this process; "norm" is the one behind the layer's attention."""
@@ -48,16 +52,18 @@ def watched(llm: LLM) -> Iterator[list[SeenStep]]:
     execute, handles = runner.execute, []
 
     def watch(layer: Any, counts: str) -> None:
-        for name, part in zip(PARTS, (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp), strict=False):
+        for name, part in (("qkv_proj", layer.self_attn.qkv_proj), ("mlp", layer.mlp)):
             handles.append(part.register_forward_hook(lambda _, args, __, name=name: note(counts, name, len(args[0]))))
-        norm, add = layer.post_attention_layernorm, layer.post_attention_layernorm.add
+        for name, part in adding_parts(layer).items():
 
-        def noted(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            assert len(x) == len(residual)
-            note(counts, "norm", len(x))
-            return add(x, residual)
+            def noted(
+                x: torch.Tensor | None, residual: torch.Tensor, name: str = name, add: Any = part.add
+            ) -> tuple[torch.Tensor | None, torch.Tensor]:
+                assert x is None or len(x) == len(residual)  # None: the product before has added it
+                note(counts, name, len(residual))
+                return add(x, residual)
 
-        norm.add = noted
+            part.add = noted
 
     def note(counts: str, name: str, num_rows: int) -> None:
         getattr(steps[-1], counts)[name] = num_rows
@@ -77,7 +83,8 @@ def watched(llm: LLM) -> Iterator[list[SeenStep]]:
         for handle in handles:
             handle.remove()
         for layer in (layers[0], layers[-1]):
-            del layer.post_attention_layernorm.add
+            for part in adding_parts(layer).values():
+                part.__dict__.pop("add", None)  # a model of one layer has it once
 
 
 def check_rows(steps: list[SeenStep]) -> list[tuple[SeenStep, bool]]:
