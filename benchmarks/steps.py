@@ -26,7 +26,7 @@ from nanovllm.entrypoints.bench.models import read_config, resolve_model
 from nanovllm.entrypoints.bench.workloads import make_workload, warmup_workloads
 
 KINDS = (  # the first pattern that a kernel's name has
-    ("attention, decodes", "paged_decode"),
+    ("attention, decodes", "paged_decode|row_decode"),
     ("attention, prompts", "paged_prefill|flash"),
     ("QK-norm, RoPE, KV store", "rope"),
     ("norms", "rms_norm|scale_rows"),

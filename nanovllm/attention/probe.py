@@ -8,6 +8,7 @@ faster one is written down in the backends.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -41,13 +42,33 @@ def attempt(what: str, function: Callable[[], T]) -> T:
 def probe_decode(
     what: str, kernel: DecodeKernel, spec: AttentionSpec, block_size: int, has_rope: bool = True
 ) -> None:  # fmt: skip
-    """Raises BackendUnavailable unless `kernel` decodes right under every window of the spec."""
+    """Raises BackendUnavailable unless `kernel` decodes right under every window of the spec.
+
+    One that rotates is tried with two rows and with one, which may have a launch of its own, and with rows that come
+    rotated: side by side, since each compiles.
+    """
+    cases = [(2, True), (1, True), (2, False)] if has_rope else [(2, False)]
+    stream = torch.cuda.current_stream(spec.device) if spec.device.type == "cuda" else None
+
+    def run(case: tuple[int, bool]) -> None:
+        if stream is not None:
+            torch.cuda.set_device(stream.device)
+        with torch.cuda.stream(stream):
+            _probe_decode(what, kernel, spec, block_size, *case)
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        list(pool.map(run, cases))
+
+
+def _probe_decode(
+    what: str, kernel: DecodeKernel, spec: AttentionSpec, block_size: int, num_rows: int, has_rope: bool
+) -> None:
     case = _Case(spec, block_size)
-    rope, slots = case.rope if has_rope else None, case.last_slots()
+    rope, slots = case.rope if has_rope else None, case.last_slots()[:num_rows]
+    batch = DecodeBatch(case.seq_lens[:num_rows], case.block_table[:num_rows], slots, max(case.seq_lens_list))
     for window in spec.windows:
-        expected, out = torch.empty_like(case.q[:2]), torch.zeros_like(case.q[:2])
-        q, k, v = case.q[:2], case.k[:2], case.v[:2]
-        batch = DecodeBatch(case.seq_lens, case.block_table, slots, max(case.seq_lens_list))
+        q, k, v = case.q[:num_rows], case.k[:num_rows], case.v[:num_rows]
+        expected, out = torch.empty_like(q), torch.zeros_like(q)
         caches = case.k_cache.clone(), case.v_cache.clone()
         paged_decode_reference(q, k, v, *caches, batch, case.scale, window, expected, rope)
         attempt(what, partial(kernel, q, k, v, case.k_cache, case.v_cache, batch, case.scale, window, out, rope))

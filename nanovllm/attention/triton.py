@@ -73,16 +73,6 @@ def triton_paged(
 ) -> Tensor:
     """The paged prompt kernel as a `PagedPromptKernel`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    paged_prefill_triton(
-        q,
-        k_cache,
-        v_cache,
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        batch.block_table,
-        scale,
-        window,
-        out,
-        batch.first_token,
-    )
+    where = (batch.cu_seqlens_q, batch.seq_lens, batch.block_table)
+    paged_prefill_triton(q, k_cache, v_cache, *where, scale, window, out, batch.first_token)
     return out

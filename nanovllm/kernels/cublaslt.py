@@ -1,12 +1,12 @@
 """Large matrix products by the algorithm that measures best, through the C interface of cuBLASLt.
 
-Owns: the library's handle and `Product`, one shape of a product with its algorithm. Invariant: a Product computes what
-torch's own product does, to the bit, so which one was the fastest when it was measured changes no result. It
-deliberately writes no kernel, and without the library, or without an algorithm that is as good and faster, there is
-simply no Product: callers go on with torch.
+Owns: the library's handle and `Product`, one shape of a product with its algorithm. Invariant: a Product is taken only
+if it computed what torch's own product did, to the bit, so which one was the fastest when it was measured changes no
+result. It deliberately writes no kernel, and without the library, or without an algorithm that is as good and faster,
+there is simply no Product: callers go on with torch.
 
 torch takes the first algorithm of cuBLAS's heuristics, which know neither the clock that a GPU's power limit leaves nor
-the tensors. On an H200 that costs 5 to 10 % of a prompt's products (docs/performance.md).
+the tensors. On an H200 that costs about 5 % of a prompt's products (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ NUM_ALGORITHMS = 16  # that the heuristics are asked for
 NUM_ROUNDS = 5
 MIN_GAIN = 0.01  # below, torch's product stays
 MIN_FLOPS = 1e10  # smaller products are bound by something else
+SAMPLED_ROWS = 16  # every so many rows are compared: some of every tile
 
 # Of cublasLt.h and library_types.h
 _COMPUTE_32F, _R_32F = 68, 0
@@ -85,7 +86,7 @@ class Product:
         return x.shape[0] == self.num_rows and all(t.is_contiguous() and t.data_ptr() % 256 == 0 for t in (x, out))
 
     def __call__(self, x: Tensor, weight: Tensor, out: Tensor, adds: bool = False) -> Tensor:
-        """Into `out` [num_rows, N], or with `adds` onto it, in float32; returns it."""
+        """Into `out` [num_rows, N], or with `adds` onto it before the sum is rounded; returns it."""
         one, beta = c_float(1.0), c_float(float(adds))
         layout_w, layout_x, layout_y = self.layouts
         y = c_void_p(out.data_ptr())
@@ -124,31 +125,43 @@ def _products(num_rows: int, weight: Tensor) -> list[Product]:
     return [Product(num_rows, library, operation, layouts, algorithm) for algorithm in fitting]
 
 
-def fastest_product(num_rows: int, weight: Tensor) -> Product | None:
+def fastest_product(num_rows: int, weight: Tensor, adds: bool = False) -> Product | None:
     """The fastest Product for `num_rows` rows and this weight [N, K]; None: torch's is, or nothing else is to be had.
 
-    Runs each a few times, in turns, on the current stream and on scratch tensors [num_rows, K] and, twice,
-    [num_rows, N].
+    Runs each a few times, in turns, on the current stream, with a row's input and output of scratch memory for each
+    row. With `adds` it is to have torch's bits in sums with a residual, too.
     """
     n, k = weight.shape
     if not weight.is_cuda or weight.dtype not in _TYPES or 2 * num_rows * n * k < MIN_FLOPS:
         return None
     generator = torch.Generator(weight.device).manual_seed(0)  # the global generator is the user's
-    x = torch.randn((num_rows, k), dtype=weight.dtype, device=weight.device, generator=generator)
-    expected = torch.mm(x, weight.t())
-    out = torch.empty_like(expected)
     try:
+        x, out = (weight.new_empty(num_rows, width).normal_(generator=generator) for width in (k, n))
         products = [product for product in _products(num_rows, weight) if product.fits(x, out)]
-        products = [product for product in products if torch.equal(product(x, weight, out), expected)]
-    except (OSError, AttributeError, RuntimeError) as error:
+        products = _with_torchs_bits(products, x, weight, out, generator, adds)
+        runs = [partial(torch.mm, x, weight.t(), out=out), *(partial(product, x, weight, out) for product in products)]
+        torchs_time, *times = _median_times(runs)
+    except (OSError, AttributeError, RuntimeError) as error:  # out of memory is one of them
         logger.debug("products by torch alone: %s", error)
         return None
-    runs = [partial(torch.mm, x, weight.t(), out=out), *(partial(product, x, weight, out) for product in products)]
-    torchs_time, *times = _median_times(runs)
     logger.debug("product of %d x %d x %d: torch %.3f ms, others %s", num_rows, n, k, torchs_time, times)
     if not times or min(times) > (1 - MIN_GAIN) * torchs_time:
         return None
     return products[times.index(min(times))]
+
+
+def _with_torchs_bits(
+    products: list[Product], x: Tensor, weight: Tensor, out: Tensor, generator: torch.Generator, adds: bool
+) -> list[Product]:
+    def residual() -> Tensor:
+        return out.normal_(generator=generator.manual_seed(1))
+
+    expected = torch.mm(x, weight.t(), out=out)[::SAMPLED_ROWS].clone()
+    equal = [product for product in products if torch.equal(product(x, weight, out)[::SAMPLED_ROWS], expected)]
+    if adds:
+        expected = residual().addmm_(x, weight.t())[::SAMPLED_ROWS].clone()
+        equal = [p for p in equal if torch.equal(p(x, weight, residual(), adds=True)[::SAMPLED_ROWS], expected)]
+    return equal
 
 
 def _median_times(runs: Sequence[Callable[[], object]]) -> list[float]:

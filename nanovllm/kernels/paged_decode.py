@@ -1,8 +1,8 @@
 """Attention of one query token per sequence over the paged KV cache: a Triton kernel and its torch reference.
 
 Owns: decode attention, how its work is shared out, and its workspace. Invariant: the grid depends on the batch size
-alone and every length is read on the device, so a launch captured in a CUDA graph stays right while the sequences grow.
-Of the longest possible length it wants to know one thing, whether a single row's context is short: that has a kernel of
+alone (a single short row's, on the bound of its length) and every length is read on the device, so a launch captured in
+a CUDA graph stays right while the sequences grow, up to that bound. A single row whose context is short has a kernel of
 its own (`paged_decode_row_kernel.py`). The other deliberately takes no part in dependent launch: products that start
 beside it find an SM's memory given to its tiles, and read their weights more slowly (docs/performance.md).
 
@@ -80,7 +80,7 @@ def make_decode_workspace(
 
 
 def choose_num_splits(num_items: int, num_sms: int) -> int:
-    """Programs an item at most: the host's only decision, frozen at graph capture.
+    """Programs an item at most, frozen at graph capture.
 
     Rounded up from 0.3 on: two programs that run one after the other on some SMs cost less than one on each.
     """
@@ -136,8 +136,9 @@ def row_block(q: Tensor, batch: DecodeBatch, rope: Rope | None, workspace: Decod
     if rope is None or len(batch.seq_lens) != 1 or batch.max_seq_len > SHORT_CONTEXT:
         return None
     block_n = max(1, 64 * 128 * 2 // (triton.next_power_of_2(q.shape[2]) * q.element_size()))
-    num_programs = q.shape[1] * -(-batch.max_seq_len // block_n)
-    return block_n if block_n >= 16 and num_programs <= workspace.partial_lse.numel() else None
+    num_heads, num_programs = q.shape[1], q.shape[1] * -(-batch.max_seq_len // block_n)
+    has_room = num_heads <= workspace.arrivals.numel() and num_programs <= workspace.partial_lse.numel()
+    return block_n if block_n >= 16 and has_room else None
 
 
 def paged_decode_triton(

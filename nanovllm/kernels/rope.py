@@ -240,16 +240,4 @@ def qk_norm_rope_store(
     -1 stores nothing.
     """
     run = qk_norm_rope_store_triton if qkv.is_cuda else qk_norm_rope_store_reference
-    run(
-        qkv,
-        rope,
-        positions,
-        slot_mapping,
-        k_cache,
-        v_cache,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        write_k,
-        first_token,
-    )
+    run(qkv, rope, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads, head_dim, write_k, first_token)

@@ -51,6 +51,7 @@ class Linear(nn.Module):
         super().__init__()
         self.tp = tp
         self.is_summed = shard == "input" and tp.size > 1
+        self.joins_residual = shard == "input" and tp.size == 1  # see `add`
         parts = {"": Part(out_features)} if isinstance(out_features, int) else out_features
         self.columns = cut(in_features, tp.size, tp) if shard == "input" else slice(0, in_features)
         self.in_features = in_features
@@ -85,9 +86,9 @@ class Linear(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
         """(product of x [T, in], residual [T, out]), which the next norm adds up; (None, their sum) where that is done.
 
-        On a GPU the addition rides in cuBLAS's epilogue, in float32 and for nothing, and the norm moves half as much.
+        On a GPU the addition rides in cuBLAS's epilogue for nothing, and the norm moves half as much.
         """
-        if not x.is_cuda or self.is_summed:
+        if not x.is_cuda or not self.joins_residual:
             return self(x), residual
         if self.product is not None and self.product.fits(x, residual):
             self.product(x, self.weight, residual, adds=True)

@@ -30,7 +30,8 @@ from nanovllm.model_config import ModelConfig
 
 
 class Qwen3DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP. The residual travels beside `hidden`, so that each addition joins the next norm."""
+    """Pre-norm attention and MLP. The residual travels beside `hidden`, so that each addition joins the product before
+    it or the norm behind it."""
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ def graph_sizes(max_num_seqs: int, hidden_size: int) -> list[int]:
     """Batch sizes to capture, ascending: 1, 2, 4, then every 8 up to 256 and every 16 beyond, and max_num_seqs itself.
 
     Padding wastes at most 7 rows up to 256 (15 beyond), less than 6 % of a step that large. Sizes half as dense save a
-    second at start, and cost a large model some percent of its products, whose time grows with every row. It does not
-    grow evenly, so wide models leave out the sizes that are slower than larger ones, from 160 to 512.
+    second at start, and cost a large model some percent of its products, whose time grows with the rows. It does not
+    grow evenly, so wide models leave out sizes that are slower than larger ones, for up to 47 rows of padding.
     """
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 16, 16)]
     if hidden_size >= WIDE_HIDDEN_SIZE:

@@ -211,12 +211,10 @@ def product_calls(model: Qwen3ForCausalLM, dtype: torch.dtype, sizes: list[int])
 
 def tune_products(model: Qwen3ForCausalLM, num_tokens: int) -> None:
     """Find how the layers multiply the tokens of a full step best: most steps with prompts are full."""
-    found: dict[torch.Size, Product | None] = {}
+    found: dict[tuple[torch.Size, bool], Product | None] = {}
     for linear in model.modules():
         if isinstance(linear, Linear):
-            shape = linear.weight.shape
-            if shape not in found:
-                found[shape] = fastest_product(num_tokens, linear.weight)
-            linear.product = found[shape]
-    if next(model.parameters()).is_cuda:
-        torch.cuda.empty_cache()  # of the scratch tensors, which no step needs
+            key = linear.weight.shape, linear.joins_residual
+            if key not in found:
+                found[key] = fastest_product(num_tokens, linear.weight, linear.joins_residual)
+            linear.product = found[key]

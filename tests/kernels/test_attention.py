@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from nanovllm.kernels.paged_decode import (
     make_decode_workspace,
     paged_decode_reference,
     paged_decode_triton,
+    row_block,
 )
 from nanovllm.kernels.paged_prefill import cache_descriptors, paged_prefill_reference, paged_prefill_triton
 from nanovllm.kernels.rope import Rope, qk_norm_rope_store_reference
@@ -294,6 +296,19 @@ def test_decode_of_one_short_row(window: int | None, seq_len: int, kernel_device
     """Has a kernel of its own, one block of keys a program."""
     step = Step([(1, seq_len)], 1, device=kernel_device)
     step.check(run_decode(step, window, None, True, max_seq_len=1000), window)
+
+
+@pytest.mark.parametrize(("num_heads", "max_seq_len"), [(16, 128), (17, 128), (32, 128), (16, 400)])
+def test_one_short_row_has_room_in_the_workspace(num_heads: int, max_seq_len: int) -> None:
+    """A counter for each head, and a place for each head's blocks of 64 keys; else the other kernel serves."""
+    step = Step([(1, 100)], 1, num_heads, num_heads, 128, 128, torch.float16)
+    step.expect_projected()
+    workspace = make_decode_workspace(num_heads, num_heads, 128, "cpu", 16 if max_seq_len > 128 else 32)
+    workspace = replace(workspace, arrivals=workspace.arrivals[:16])
+    batch = DecodeBatch(step.metadata.seq_lens, step.metadata.block_table, step.metadata.slot_mapping, max_seq_len)
+    expected = 64 if num_heads == 16 and max_seq_len == 128 else None
+    assert row_block(step.q, batch, step.rope, workspace) == expected
+    assert row_block(step.q, batch, None, workspace) is None
 
 
 @pytest.mark.parametrize(
