@@ -45,36 +45,24 @@ def probe_decode(
     """Raises BackendUnavailable unless `kernel` decodes right under every window of the spec.
 
     One that rotates is tried with two rows and with one, which may have a launch of its own, and with rows that come
-    rotated: side by side, since each compiles.
+    rotated. These launches compile side by side first; what they are compared with stays in this thread, for cuBLAS
+    keeps a workspace for each that multiplies.
     """
-    cases = [(2, True), (1, True), (2, False)] if has_rope else [(2, False)]
+    cases = [
+        _DecodeCase(spec, block_size, *case) for case in ([(2, True), (1, True)] if has_rope else []) + [(2, False)]
+    ]
     stream = torch.cuda.current_stream(spec.device) if spec.device.type == "cuda" else None
 
-    def run(case: tuple[int, bool]) -> None:
-        if stream is not None:
-            torch.cuda.set_device(stream.device)
-        with torch.cuda.stream(stream):
-            _probe_decode(what, kernel, spec, block_size, *case)
+    def compile_ahead(case: _DecodeCase) -> None:
+        with torch.cuda.stream(stream):  # and on its device
+            for window in spec.windows:
+                case.run(what, kernel, window, case.k_cache.clone(), case.v_cache.clone())
 
     with ThreadPoolExecutor(len(cases)) as pool:
-        list(pool.map(run, cases))
-
-
-def _probe_decode(
-    what: str, kernel: DecodeKernel, spec: AttentionSpec, block_size: int, num_rows: int, has_rope: bool
-) -> None:
-    case = _Case(spec, block_size)
-    rope, slots = case.rope if has_rope else None, case.last_slots()[:num_rows]
-    batch = DecodeBatch(case.seq_lens[:num_rows], case.block_table[:num_rows], slots, max(case.seq_lens_list))
-    for window in spec.windows:
-        q, k, v = case.q[:num_rows], case.k[:num_rows], case.v[:num_rows]
-        expected, out = torch.empty_like(q), torch.zeros_like(q)
-        caches = case.k_cache.clone(), case.v_cache.clone()
-        paged_decode_reference(q, k, v, *caches, batch, case.scale, window, expected, rope)
-        attempt(what, partial(kernel, q, k, v, case.k_cache, case.v_cache, batch, case.scale, window, out, rope))
-        case.compare(what, out, expected, window)
-        for cache, expected_cache in zip((case.k_cache, case.v_cache), caches, strict=True):
-            case.compare(what, cache.flatten(0, 1)[slots], expected_cache.flatten(0, 1)[slots], window)
+        list(pool.map(compile_ahead, cases))
+    for case in cases:
+        for window in spec.windows:
+            case.check(what, kernel, window)
 
 
 def probe_paged(what: str, kernel: PagedPromptKernel, spec: AttentionSpec, block_size: int) -> None:
@@ -173,3 +161,28 @@ class _Case:
         limit = 1e-4 if self.dtype == torch.float32 else 3e-2
         if not error <= limit:  # NaN fails too
             raise BackendUnavailable(f"{what}: wrong by {error:.3g} for {self.dtype}, window {window}")
+
+
+class _DecodeCase(_Case):
+    """The last tokens of the first `num_rows` sequences, to be rotated where `has_rope`."""
+
+    def __init__(self, spec: AttentionSpec, block_size: int, num_rows: int, has_rope: bool) -> None:
+        super().__init__(spec, block_size)
+        self.projected = self.q[:num_rows], self.k[:num_rows], self.v[:num_rows]
+        self.slots = self.last_slots()[:num_rows]
+        seq_lens, block_table = self.seq_lens[:num_rows], self.block_table[:num_rows]
+        self.decodes = DecodeBatch(seq_lens, block_table, self.slots, max(self.seq_lens_list))
+        self.used_rope = self.rope if has_rope else None
+
+    def run(self, what: str, kernel: DecodeKernel, window: int | None, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        out = torch.zeros_like(self.projected[0])
+        q, k, v = self.projected
+        attempt(what, partial(kernel, q, k, v, k_cache, v_cache, self.decodes, self.scale, window, out, self.used_rope))
+        return out
+
+    def check(self, what: str, kernel: DecodeKernel, window: int | None) -> None:
+        caches, expected_caches = ([self.k_cache.clone(), self.v_cache.clone()] for _ in range(2))
+        expected = self.run(what, paged_decode_reference, window, *expected_caches)
+        self.compare(what, self.run(what, kernel, window, *caches), expected, window)
+        for cache, wanted in zip(caches, expected_caches, strict=True):
+            self.compare(what, cache.flatten(0, 1)[self.slots], wanted.flatten(0, 1)[self.slots], window)

@@ -201,17 +201,16 @@ def _prompt_attention(
     """One chunk: a whole prompt as one causal call, anything else in chunks of query rows under a mask."""
     num_kv_heads = k_cache.shape[2]
     num_queries, num_keys = prompt.end - prompt.start, prompt.num_keys
-    # [KH, G, keys or queries, D]: K and V are shared by the heads of a group
-    keys = k_cache[prompt.blocks].flatten(0, 1)[:num_keys].transpose(0, 1)[:, None]
-    values = v_cache[prompt.blocks].flatten(0, 1)[:num_keys].transpose(0, 1)[:, None]
-    queries = q[prompt.start : prompt.end].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-    result = out[prompt.start : prompt.end].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-    group = queries.shape[1]
+    # [G, KH, queries or keys, D]: K and V are shared by the heads of a group, which make up the batch. As heads with a
+    # stride of zero they would meet a fault of torch's memory-efficient kernel (pytorch pull request 191984): where the
+    # last query is alone in its tile, as of 65 or 129, it is given the wrong row of the mask.
+    queries = q[prompt.start : prompt.end].unflatten(1, (num_kv_heads, -1)).permute(2, 1, 0, 3)
+    result = out[prompt.start : prompt.end].unflatten(1, (num_kv_heads, -1)).permute(2, 1, 0, 3)
+    shared = (len(queries), -1, -1, -1)
+    keys = k_cache[prompt.blocks].flatten(0, 1)[:num_keys].transpose(0, 1).expand(shared)
+    values = v_cache[prompt.blocks].flatten(0, 1)[:num_keys].transpose(0, 1).expand(shared)
     if num_queries == num_keys and (window is None or window >= num_keys):
-        heads = (-1, group, -1, -1)
-        result.copy_(
-            scaled_dot_product_attention(queries, keys.expand(heads), values.expand(heads), is_causal=True, scale=scale)
-        )
+        result.copy_(scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale))
         return
     for start in range(0, num_queries, QUERY_CHUNK):
         end = min(start + QUERY_CHUNK, num_queries)
@@ -222,11 +221,10 @@ def _prompt_attention(
         visible = indices <= positions
         if window is not None:
             visible &= indices > positions - window
-        heads = (-1, group, -1, -1)
         result[:, :, start:end] = scaled_dot_product_attention(
             queries[:, :, start:end],
-            keys[:, :, first_key:last_key].expand(heads),
-            values[:, :, first_key:last_key].expand(heads),
+            keys[:, :, first_key:last_key],
+            values[:, :, first_key:last_key],
             attn_mask=visible,
             scale=scale,
         )

@@ -569,7 +569,7 @@ def test_flash_packages_are_called_right(monkeypatch: pytest.MonkeyPatch, versio
 CHUNKS_ON_GPU = {  # (query length, sequence length), and how many of them are decodes
     "prompt": ([(700, 700)], 0),
     "decode": ([(1, 5000)], 1),  # more splits than the merge takes at a time
-    "mixed": ([(1, 600), (1, 5000), (1, 33), (300, 300), (128, 2000), (1, 1), (17, 1040)], 3),
+    "mixed": ([(1, 600), (1, 5000), (1, 33), (300, 300), (128, 2000), (1, 1), (17, 1040), (129, 272), (65, 90)], 3),
     "large": ([(1, 1 + 5 * i) for i in range(200)] + [(2 + i, 2 + 2 * i) for i in range(56)], 200),
 }
 # (dtype, query heads, KV heads, head_dim, block size): every dtype, head_dim, group size and way to read pages once
