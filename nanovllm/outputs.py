@@ -92,3 +92,7 @@ class RequestOutput:
         if isinstance(key, str) and key in self.__dataclass_fields__:
             return getattr(self, key)
         raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether `out[key]` answers."""
+        return key in _COMPLETION_FIELDS or key in self.__dataclass_fields__

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.engine.request import Request, queue_order
 from tests.reference import reference_greedy
 from tests.tiny_models import make_tiny_model
@@ -57,6 +57,16 @@ def test_nano_vllm_usage(folder):
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate([[5, 6]], params, use_tqdm=False)
+
+
+def test_a_result_can_be_asked_what_it_has():
+    output = RequestOutput("7", "hi", [1, 2], [CompletionOutput(text="there", token_ids=[3])])
+    for key, value in {"text": "there", "token_ids": [3], "prompt": "hi", "request_id": "7", "error": None}.items():
+        assert key in output and output[key] == value
+    for key in ("texts", "outputs.text", 0, None):
+        assert key not in output
+        with pytest.raises(KeyError):
+            output[key]
 
 
 def test_prompt_forms_agree(llm):

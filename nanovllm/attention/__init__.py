@@ -81,11 +81,6 @@ class AttentionSpec:
     block_size: int | None = None  # tokens; None lets the backend choose
     windows: frozenset[int | None] = frozenset({None})
 
-    @property
-    def group_size(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
 
 class AttentionBackend(Protocol):
     """One way to compute attention. Layers call `forward` after this step's K and V are in the cache, but for decodes
