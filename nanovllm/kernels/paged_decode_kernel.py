@@ -59,6 +59,30 @@ def load_tile(
     return tl.load(k_tile_ptr, mask=mask, other=0.0), tl.load(v_tile_ptr, mask=mask, other=0.0)
 
 
+@triton.jit
+def take_new(
+    seq, kv_head, stores, new_k_ptr, new_v_ptr, k_weight_ptr, eps, cos_sin_ptr, slots_ptr, k_ptr, v_ptr, offs_d,
+    stride_q_seq, stride_q_head, stride_k_page, stride_k_token, stride_v_page, stride_v_token, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """The new key of a sequence and KV head, normalised and rotated, [1, D], and its value [D]; into the cache where it
+    `stores`. k_ptr, v_ptr: of that head."""
+    is_dim = offs_d < HEAD_DIM
+    one = tl.arange(0, 1)[:, None]
+    new_offset = seq.to(tl.int64) * stride_q_seq + kv_head * stride_q_head
+    new_k_ptrs = new_k_ptr + new_offset + one
+    new_k = norm_rope(new_k_ptrs, k_weight_ptr, eps, cos_sin_ptr, offs_d, is_dim[None, :], HEAD_DIM, HAS_NORM)
+    new_v = tl.load(new_v_ptr + new_offset + offs_d, mask=is_dim, other=0.0)
+    if stores:
+        slot = tl.load(slots_ptr + seq)
+        page, token = slot // PAGE, slot % PAGE
+        k_row_ptr = k_ptr + page * stride_k_page + token * stride_k_token
+        v_row_ptr = v_ptr + page * stride_v_page + token * stride_v_token
+        tl.store(k_row_ptr + one + offs_d[None, :], new_k, mask=is_dim[None, :])
+        tl.store(v_row_ptr + offs_d, new_v, mask=is_dim)
+    return new_k, new_v
+
+
 @triton.jit(do_not_specialize=["num_splits", "window", "eps", "stride_table"])
 def paged_decode_kernel(
     out_ptr,  # [B, H, D]
@@ -138,17 +162,11 @@ def paged_decode_kernel(
         if (not SPLIT) or (
             split == num_used - 1
         ):  # the new key and value: into the cache, and straight into the result
-            one = tl.arange(0, 1)[:, None]
-            new_offset = seq.to(tl.int64) * stride_q_seq + kv_head * stride_q_head
-            new_k_ptrs = new_k_ptr + new_offset + one
-            new_k = norm_rope(new_k_ptrs, k_weight_ptr, eps, cos_sin_ptr, offs_d, is_dim[None, :], HEAD_DIM, HAS_NORM)
-            new_v = tl.load(new_v_ptr + new_offset + offs_d, mask=is_dim, other=0.0)
-            slot = tl.load(slots_ptr + seq)
-            new_page, new_token = slot // PAGE, slot % PAGE
-            k_row_ptr = k_ptr + new_page * stride_k_page + new_token * stride_k_token + kv_head * stride_k_head
-            v_row_ptr = v_ptr + new_page * stride_v_page + new_token * stride_v_token + kv_head * stride_v_head
-            tl.store(k_row_ptr + one + offs_d[None, :], new_k, mask=is_dim[None, :])
-            tl.store(v_row_ptr + offs_d, new_v, mask=is_dim)
+            new_k, new_v = take_new(
+                seq, kv_head, True, new_k_ptr, new_v_ptr, k_weight_ptr, eps, cos_sin_ptr, slots_ptr,
+                k_ptr + kv_head * stride_k_head, v_ptr + kv_head * stride_v_head, offs_d, stride_q_seq, stride_q_head,
+                stride_k_page, stride_k_token, stride_v_page, stride_v_token, PAGE, HEAD_DIM, HAS_NORM,
+            )  # fmt: skip
             row_max = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale_log2
             row_sum += 1.0
             acc += new_v.to(tl.float32)[None, :]

@@ -14,7 +14,7 @@ from (docs/performance.md). Each query head reads its keys itself, from L2: the 
 from __future__ import annotations
 
 from nanovllm.kernels._triton import tl, triton
-from nanovllm.kernels.paged_decode_kernel import load_tile, merge_partials, norm_rope
+from nanovllm.kernels.paged_decode_kernel import load_tile, merge_partials, norm_rope, take_new
 
 
 @triton.jit(do_not_specialize=["num_blocks", "window", "eps", "stride_table"])
@@ -88,9 +88,8 @@ def row_decode_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
 
-    one = tl.arange(0, 1)[:, None]
     cos_sin_ptr += num_keys.to(tl.int64) * HEAD_DIM
-    q_ptrs = q_ptr + seq.to(tl.int64) * stride_q_seq + head * stride_q_head + one
+    q_ptrs = q_ptr + seq.to(tl.int64) * stride_q_seq + head * stride_q_head + tl.arange(0, 1)[:, None]
     q = norm_rope(q_ptrs, q_weight_ptr, eps, cos_sin_ptr, offs_d, is_dim[None, :], HEAD_DIM, HAS_NORM)
     q = tl.sum(q.to(tl.float32), 0) * scale_log2  # [D]: it has one row
     keys = block * BLOCK_N + offs_n
@@ -103,16 +102,11 @@ def row_decode_kernel(
     row_sum = tl.sum(probs, 0)
     acc = tl.sum(v.to(tl.float32) * probs[:, None], 0)  # [D]
     if index == num_used - 1:  # the new key and value: into the cache, and straight into the result
-        new_offset = seq.to(tl.int64) * stride_q_seq + kv_head * stride_q_head
-        new_k_ptrs = new_k_ptr + new_offset + one
-        new_k = norm_rope(new_k_ptrs, k_weight_ptr, eps, cos_sin_ptr, offs_d, is_dim[None, :], HEAD_DIM, HAS_NORM)
-        new_v = tl.load(new_v_ptr + new_offset + offs_d, mask=is_dim, other=0.0)
-        if head % GROUP == 0:
-            slot = tl.load(slots_ptr + seq)
-            page, token = slot // PAGE, slot % PAGE
-            k_row_ptr = k_ptr + page * stride_k_page + token * stride_k_token
-            tl.store(k_row_ptr + one + offs_d[None, :], new_k, mask=is_dim[None, :])
-            tl.store(v_ptr + page * stride_v_page + token * stride_v_token + offs_d, new_v, mask=is_dim)
+        new_k, new_v = take_new(
+            seq, kv_head, head % GROUP == 0, new_k_ptr, new_v_ptr, k_weight_ptr, eps, cos_sin_ptr, slots_ptr, k_ptr,
+            v_ptr, offs_d, stride_q_seq, stride_q_head, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
+            PAGE, HEAD_DIM, HAS_NORM,
+        )  # fmt: skip
         score = tl.sum(q * tl.sum(new_k.to(tl.float32), 0), 0)
         new_max = tl.maximum(row_max, score)
         rescale, prob = tl.exp2(row_max - new_max), tl.exp2(score - new_max)
