@@ -45,24 +45,23 @@ def probe_decode(
     """Raises BackendUnavailable unless `kernel` decodes right under every window of the spec.
 
     One that rotates is tried with two rows and with one, which may have a launch of its own, and with rows that come
-    rotated. These launches compile side by side first; what they are compared with stays in this thread, for cuBLAS
-    keeps a workspace for each that multiplies.
+    rotated. They run side by side, since each compiles; what they are compared with is computed in this thread, for
+    cuBLAS keeps a workspace for each that multiplies.
     """
-    cases = [
-        _DecodeCase(spec, block_size, *case) for case in ([(2, True), (1, True)] if has_rope else []) + [(2, False)]
-    ]
+    kinds = [(2, True), (1, True), (2, False)] if has_rope else [(2, False)]
+    cases = [_DecodeCase(spec, block_size, *kind) for kind in kinds]
     stream = torch.cuda.current_stream(spec.device) if spec.device.type == "cuda" else None
 
-    def compile_ahead(case: _DecodeCase) -> None:
+    def run(case: _DecodeCase) -> list[list[Tensor]]:
         with torch.cuda.stream(stream):  # and on its device
-            for window in spec.windows:
-                case.run(what, kernel, window, case.k_cache.clone(), case.v_cache.clone())
+            return [case.run(what, kernel, window) for window in spec.windows]
 
     with ThreadPoolExecutor(len(cases)) as pool:
-        list(pool.map(compile_ahead, cases))
-    for case in cases:
-        for window in spec.windows:
-            case.check(what, kernel, window)
+        found = list(pool.map(run, cases))
+    for case, results in zip(cases, found, strict=True):
+        for window, result in zip(spec.windows, results, strict=True):
+            for own, expected in zip(result, case.run(what, paged_decode_reference, window), strict=True):
+                case.compare(what, own, expected, window)
 
 
 def probe_paged(what: str, kernel: PagedPromptKernel, spec: AttentionSpec, block_size: int) -> None:
@@ -174,15 +173,9 @@ class _DecodeCase(_Case):
         self.decodes = DecodeBatch(seq_lens, block_table, self.slots, max(self.seq_lens_list))
         self.used_rope = self.rope if has_rope else None
 
-    def run(self, what: str, kernel: DecodeKernel, window: int | None, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        out = torch.zeros_like(self.projected[0])
-        q, k, v = self.projected
+    def run(self, what: str, kernel: DecodeKernel, window: int | None) -> list[Tensor]:
+        """The kernel's output, and what is then in the caches at the last tokens' slots."""
+        (q, k, v), out = self.projected, torch.zeros_like(self.projected[0])
+        k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
         attempt(what, partial(kernel, q, k, v, k_cache, v_cache, self.decodes, self.scale, window, out, self.used_rope))
-        return out
-
-    def check(self, what: str, kernel: DecodeKernel, window: int | None) -> None:
-        caches, expected_caches = ([self.k_cache.clone(), self.v_cache.clone()] for _ in range(2))
-        expected = self.run(what, paged_decode_reference, window, *expected_caches)
-        self.compare(what, self.run(what, kernel, window, *caches), expected, window)
-        for cache, wanted in zip(caches, expected_caches, strict=True):
-            self.compare(what, cache.flatten(0, 1)[self.slots], wanted.flatten(0, 1)[self.slots], window)
+        return [out, *(cache.flatten(0, 1)[self.slots] for cache in (k_cache, v_cache))]

@@ -21,6 +21,7 @@ from nanovllm.attention import (
 )
 from nanovllm.attention import torch as torch_backend
 from nanovllm.attention.composed import ComposedBackend
+from nanovllm.attention.probe import probe_decode
 from nanovllm.attention.triton import triton_decode, triton_paged
 from nanovllm.kernels.paged_decode import (
     SHORT_CONTEXT,
@@ -473,6 +474,29 @@ def test_choice_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
         choose_backend("xformers", spec)
     with pytest.raises(ValueError, match="block_size"):
         choose_backend("torch", Step(DECODES, 4).spec(block_size=-1))
+
+
+@pytest.mark.parametrize("fault", [None, "output of one row", "stored key", "rows that come rotated", "raises"])
+def test_the_probe_runs_every_launch_of_decodes(fault: str | None) -> None:
+    spec = AttentionSpec(4, 2, 64, torch.float32, torch.device("cpu"), 8, 1024, 16, frozenset({None, 50}))
+
+    def kernel(q, k, v, k_cache, v_cache, batch, scale, window, out, rope) -> None:
+        is_row = len(batch.seq_lens) == 1
+        if fault == "raises" and is_row:
+            raise RuntimeError("does not compile")
+        paged_decode_reference(q, k, v, k_cache, v_cache, batch, scale, window, out, rope)
+        if fault == "output of one row" and is_row:
+            out += 0.2
+        if fault == "stored key" and rope is not None:
+            k_cache.flatten(0, 1)[batch.slot_mapping] += 0.2
+        if fault == "rows that come rotated" and rope is None:
+            out.fill_(float("nan"))
+
+    if fault is None:
+        probe_decode("kernel", kernel, spec, 16)
+    else:
+        with pytest.raises(BackendUnavailable, match="compile" if fault == "raises" else "wrong by"):
+            probe_decode("kernel", kernel, spec, 16)
 
 
 def test_a_broken_package_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
