@@ -1,10 +1,9 @@
 """CUDA graphs of the decode step.
 
 Owns: the captured graphs, two a batch size: embedding to logits, and sampling to advance; one row has another of the
-first kind, for short contexts. Invariant: every batch size
-from 1 to max_num_seqs has a graph of at least that size, and all of them share one memory pool, so a replay's outputs
-stand until the next replay. They deliberately cover decodes only: a step with prompt chunks has a shape of its own
-and runs eagerly, launched ahead.
+first kind, for short contexts. Invariant: every batch size from 1 to max_num_seqs has a graph of at least that size,
+and all of them share one memory pool, so a replay's outputs stand until the next replay. They deliberately cover
+decodes only: a step with prompt chunks has a shape of its own and runs eagerly, launched ahead.
 """
 
 from __future__ import annotations
